@@ -1,0 +1,175 @@
+"""The sections of a run's configuration that more than one room reads. No torch, no I/O.
+
+YAML says only what differs from the defaults here; an unknown key is an error. Algorithmic numbers are global (per
+step, per update), memory numbers are per rank and in tokens.
+"""
+
+import math
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A frozen piece of configuration that refuses unknown keys and does not coerce ("3" is no integer)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class BatchConfig(Section):
+    prompts_per_step: int = Field(64, ge=1, description="prompts that every agent answers in one step")
+    samples_per_prompt: int = Field(16, ge=1, description="rollouts per prompt and agent: the voters")
+    train_samples_per_prompt: int | None = Field(
+        None, ge=1, description="of those, how many train: the first in index order; null: all"
+    )
+    tokens_per_microbatch: int = Field(16384, ge=1, description="tokens per rank in one packed forward pass")
+    updates_per_step: int = Field(1, ge=1, description="optimizer steps per step, over equal parts of its samples")
+
+    @model_validator(mode="after")
+    def _no_more_trained_than_voted(self) -> "BatchConfig":
+        if self.train_samples_per_prompt and self.train_samples_per_prompt > self.samples_per_prompt:
+            raise ValueError(
+                f"train_samples_per_prompt={self.train_samples_per_prompt} is more than "
+                f"samples_per_prompt={self.samples_per_prompt}: a rollout that was not sampled cannot train"
+            )
+        return self
+
+
+class LossConfig(Section):
+    """Clipped surrogate with optional KL term and truncated importance sampling (algorithms: PPO, GRPO, DAPO, TIS)."""
+
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    dual_clip: float | None = Field(None, gt=1, description="bound c of the loss where the advantage is negative")
+    kl_coef: float = Field(0.0, ge=0, description="beta; above 0 the initial weights are kept as reference")
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    max_tokens: int | None = Field(None, ge=1, description="L_max of seq-mean-token-sum-norm (Dr.GRPO)")
+    tis_cap: float | None = Field(2.0, gt=0, description="cap of the policy/engine importance weight; null: off")
+
+    @model_validator(mode="after")
+    def _norm_needs_its_constant(self) -> "LossConfig":
+        if self.aggregation == "seq-mean-token-sum-norm" and self.max_tokens is None:
+            raise ValueError("aggregation=seq-mean-token-sum-norm needs loss.max_tokens (L_max, constant for a run)")
+        return self
+
+
+class AdvantageConfig(Section):
+    mode: Literal["grpo", "dr_grpo", "rloo", "batch"] = "grpo"
+    ddof: Literal[0, 1] = 1
+    eps: float = Field(1e-6, ge=0)
+
+
+class SamplingConfig(Section):
+    """How rollouts are drawn. Nothing is taken from a model's generation_config but its end-of-sequence ids."""
+
+    temperature: float = Field(1.0, gt=0)
+    max_tokens: int = Field(1024, ge=1)
+    top_p: float = Field(1.0, gt=0, le=1, description="evaluation only: training needs the whole vocabulary")
+    top_k: int = Field(0, ge=0, description="evaluation only; 0: off")
+
+
+class AnswersConfig(Section):
+    style: Literal["boxed", "last-number"] = "boxed"
+    truncated: Literal["invalid", "read"] = Field("invalid", description="may a response cut by length vote?")
+
+
+class ScheduleConfig(Section):
+    """Learning rate as a pure function of the step (or update) number."""
+
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: int | float = Field(0, ge=0, description="steps (integer), or a share of the run (0 < x < 1)")
+    min_ratio: float = Field(0.0, ge=0, le=1, description="of the peak, at the end of the decay")
+    per: Literal["step", "update"] = "step"
+
+
+class OptimizerConfig(Section):
+    name: Literal["adam", "sgd"] = "adam"
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = Field((0.9, 0.999), strict=False)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, ge=0, description="global norm; 0: off")
+    schedule: ScheduleConfig = ScheduleConfig()
+
+
+class LayoutConfig(Section):
+    """How one policy is spread over its ranks. World size = tp * pp * cp * dp."""
+
+    tp: int = Field(1, ge=1)
+    pp: int = Field(1, ge=1)
+    cp: int = Field(1, ge=1)
+    dp: int = Field(1, ge=1)
+    sp: bool = Field(False, description="sequence parallel, inside the tensor-parallel group")
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every packed sequence is padded to a multiple of this (context parallel cuts it into 2 cp chunks)."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def total_multiple(self) -> int:
+        """A whole microbatch is padded to a multiple of this (sequence parallel splits it over tp)."""
+        return math.lcm(self.sequence_multiple, self.cp * self.tp if self.sp else 1)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{k.upper()}{v}" for k, v in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp), ("dp", self.dp)) if v > 1
+        ]
+        return "x".join(parts) + ("+SP" if self.sp else "") or "1"
+
+
+class EngineConfig(Section):
+    backend: Literal["vllm", "reference", "replay"] = "vllm"
+    tp: int = Field(1, ge=1)
+    replicas: int | None = Field(None, ge=1, description="null: as many as fit on the policy's GPUs")
+    max_sequences: int = Field(256, ge=1, description="responses in flight per replica")
+    memory_share: float = Field(0.6, gt=0, le=1, description="of GPU memory, while rolling out")
+    kv_cache_gib: float = Field(1.0, gt=0, description="on CPU, where no share can be taken")
+    replay: str | None = Field(None, description="run directory whose rollouts are served again (backend: replay)")
+
+    @model_validator(mode="after")
+    def _replay_has_a_source(self) -> "EngineConfig":
+        if (self.backend == "replay") != (self.replay is not None):
+            raise ValueError("engine.replay names a run directory exactly when engine.backend is replay")
+        return self
+
+
+class AgentConfig(Section):
+    """One policy and its engine: everything model-specific lives here; only answers leave it."""
+
+    model: str = Field(description="directory of a Hugging Face model, or its hub name")
+    view: str = Field("original", description="which view of a prompt this agent reads (data.views)")
+    backend: Literal["megatron", "reference"] = "megatron"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    seed: int | None = Field(None, description="generation stream; null: from the agent's name")
+    optimizer: OptimizerConfig = OptimizerConfig()
+    layout: LayoutConfig = LayoutConfig()
+    engine: EngineConfig = EngineConfig()
+    kl_coef: float | None = Field(None, ge=0, description="instead of loss.kl_coef")
+    samples_per_prompt: int | None = Field(None, ge=1, description="instead of batch.samples_per_prompt")
+    max_tokens: int | None = Field(None, ge=1, description="instead of sampling.max_tokens")
+
+    @property
+    def replicas(self) -> int:
+        return self.engine.replicas or max(1, self.layout.world // self.engine.tp)
+
+    @property
+    def slots(self) -> int:
+        """GPUs (on CPU: process slots) that the agent owns; policy and engine share them."""
+        return max(self.layout.world, self.engine.tp * self.replicas)
+
+
+class ClusterConfig(Section):
+    address: str | None = Field(None, description="Ray head to join (host:port); null: a cluster of one's own")
+    nodes: int = Field(1, ge=1)
+    gpus_per_node: int = Field(8, ge=1, description="on CPU: process slots per node")
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    start_timeout_s: float = Field(60.0, gt=0, description="for placement, and for each worker group to answer")
+    threads_per_rank: int = Field(1, ge=1, description="CPU threads of each rank")
