@@ -47,7 +47,7 @@ class Seed:
     step: int
 
     def sample(self, key: RolloutKey, stream: str | None = None) -> int:
-        """Seed of one rollout, 62 bits; ``stream`` stands for the agent's name (two agents given one stream sample alike)."""
+        """Seed of one rollout, 62 bits; ``stream`` replaces the agent's name: agents given one stream sample alike."""
         return derive(self.run, self.step, stream if stream is not None else key.agent, _spell(key))
 
     def choice(self, *what: object) -> int:
