@@ -173,3 +173,62 @@ class ClusterConfig(Section):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     start_timeout_s: float = Field(60.0, gt=0, description="for placement, and for each worker group to answer")
     threads_per_rank: int = Field(1, ge=1, description="CPU threads of each rank")
+
+
+class ViewConfig(Section):
+    """One wording of the prompts: a column, with text before and after it."""
+
+    column: str | None = Field(None, description="null: data.prompt")
+    path: str | None = Field(
+        None, description="a row-aligned second file (same ids in the same order); null: data.path"
+    )
+    before: str = ""
+    after: str = ""
+
+
+class DataConfig(Section):
+    """A prompt file: .parquet, .jsonl or .json (a list of rows). A prompt is a text or a list of chat messages."""
+
+    path: str
+    prompt: str = Field("prompt", description="column of the prompt")
+    gold: str | None = Field(None, description="column of the true answer: RLVR and diagnostics only")
+    gold_after: str | None = Field(None, description="the true answer is what follows this mark, e.g. '####'")
+    id: str | None = Field(None, description="column of a unique id; null: the row number")
+    views: dict[str, ViewConfig] = {"original": ViewConfig()}
+    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out, and counted")
+    limit: int | None = Field(None, ge=1, description="first rows only")
+    shuffle: bool = True
+
+
+class CheckpointConfig(Section):
+    every_steps: int | None = Field(None, ge=1, description="null: no checkpoints")
+    keep: int = Field(2, ge=1, description="complete checkpoints that stay")
+
+
+class EvaluationConfig(Section):
+    """Sampled accuracy on a file with true answers, before the first step, every so often, and at the end."""
+
+    every_steps: int | None = Field(None, ge=1)
+    data: DataConfig | None = None
+    samples_per_prompt: int = Field(4, ge=1)
+    sampling: SamplingConfig = SamplingConfig()
+
+    @model_validator(mode="after")
+    def _has_a_file(self) -> "EvaluationConfig":
+        if (self.every_steps is None) != (self.data is None):
+            raise ValueError("evaluation.every_steps and evaluation.data are given together or not at all")
+        if self.data is not None and self.data.gold is None:
+            raise ValueError("evaluation.data.gold names no column: accuracy needs true answers")
+        return self
+
+
+class GuardConfig(Section):
+    """When a run is unhealthy. Drift is mean |logprob by engine - by policy| over a step's response tokens."""
+
+    drift_float32: float = Field(1e-3, gt=0)
+    drift_bfloat16: float = Field(6e-2, gt=0)
+    on_drift: Literal["stop", "warn"] = "stop"
+
+
+class ReshardConfig(Section):
+    bucket_bytes: int = Field(256 << 20, ge=1 << 16)

@@ -1,0 +1,74 @@
+"""Messages to token ids and back, per tokenizer. Nothing else applies a chat template."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from megarl.types import Message
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One model's way of writing a conversation.
+
+    Example: ``open_chat("Qwen/Qwen2.5-7B").render((Message("user", "2+2?"),))`` is int32[Lp], ready to be continued.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]  # every id that ends a response: the tokenizer's and the generation config's
+    vocab_size: int  # rows of the model's embedding, without any padding
+
+    def render(self, messages: Sequence[Message]) -> np.ndarray:
+        """Token ids, int32[Lp], of the conversation up to where the assistant speaks; with one BOS where the
+        tokenizer writes one.
+
+        A tokenizer without a chat template (a base model) gets the contents joined by newlines.
+        """
+        if self.tokenizer.chat_template:
+            turns = [{"role": m.role, "content": m.content} for m in messages]
+            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        else:
+            text = "\n".join(m.content for m in messages)
+        ids = list(self.tokenizer.encode(text, add_special_tokens=False))
+        return np.asarray(self._one_bos(ids), dtype=np.int32)
+
+    def decode(self, token_ids: np.ndarray) -> str:
+        """Text of a response, without special tokens."""
+        return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+
+    def _one_bos(self, ids: list[int]) -> list[int]:
+        bos = self.tokenizer.bos_token_id
+        if bos is None:
+            return ids
+        while ids[:2] == [bos, bos]:
+            ids = ids[1:]
+        return [bos, *ids] if self._adds_bos and ids[:1] != [bos] else ids
+
+    @cached_property
+    def _adds_bos(self) -> bool:
+        return self.tokenizer.encode("a")[:1] == [self.tokenizer.bos_token_id]
+
+
+def open_chat(model: str) -> Chat:
+    """The Chat of a Hugging Face model directory or hub name; no code of the model's is run."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return Chat(
+        tokenizer=tokenizer,
+        stop_ids=_stop_ids(model, tokenizer),
+        vocab_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
+    )
+
+
+def _stop_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    try:
+        listed = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # the model has no generation_config.json
+        listed = None
+    found = {tokenizer.eos_token_id} | set(listed if isinstance(listed, list) else [listed])
+    stop_ids = tuple(sorted(i for i in found if i is not None))
+    if not stop_ids:
+        raise ValueError(f"{model}: neither its tokenizer nor its generation config names an end-of-sequence id")
+    return stop_ids
