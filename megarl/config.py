@@ -13,6 +13,7 @@ from typing import Any, get_args
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -175,25 +176,29 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> RunConf
 
 def compose_raw(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, Any]:
     """What the YAML files and overrides say, unchecked."""
-    search = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
+    folders = [CONFIG_DIR, *([config_dir.resolve()] if config_dir else [])]
+    search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[1:])}]"]
     try:
+        parsed = [(text, OverridesParser.create().parse_override(text)) for text in overrides]
         with initialize_config_dir(str(CONFIG_DIR), version_base=None):
-            composed = hydra_compose("train", overrides=[_settle(text) for text in overrides] + search)
+            composed = hydra_compose("train", overrides=[_settle(*pair, folders) for pair in parsed] + search)
         raw = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(" ".join(str(error).split())) from error
     assert isinstance(raw, dict)
+    chosen = {over.key_or_group: over.value() for _, over in parsed}
+    if "experiment" in chosen:
+        raw.setdefault("experiment", chosen["experiment"])
     return {str(key): value for key, value in raw.items()}
 
 
-def _settle(override: str) -> str:
+def _settle(text: str, override: Override, folders: Sequence[Path]) -> str:
     """Let a plain ``key=value`` add what the YAML leaves to the typed defaults; pydantic judges the key."""
-    parsed = OverridesParser.create().parse_override(override)
-    plain = not override.startswith(("+", "~"))
-    if plain and parsed.key_or_group.split(".")[0] == "hydra":
-        raise ValueError(f"{override}: hydra's own settings have no place in a run")
-    is_group = (CONFIG_DIR / parsed.key_or_group).is_dir() and isinstance(parsed.value(), str)
-    return f"++{override}" if plain and not is_group else override
+    key = override.key_or_group
+    if key.split(".")[0] == "hydra":
+        raise ValueError(f"{text}: hydra's own settings have no place in a run")
+    is_group = isinstance(override.value(), str) and any((folder / key).is_dir() for folder in folders)
+    return text if text.startswith(("+", "~")) or is_group else f"++{text}"
 
 
 def validate(raw: Mapping[str, Any]) -> RunConfig:

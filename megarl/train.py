@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from megarl import checkpoint, rollouts
+from megarl import checkpoint
 from megarl.advantages import spread
 from megarl.agents import Agents, generate, learning, measure, open_agents, reshard_all, rolling, update
 from megarl.answers.read import read_answers
@@ -73,7 +73,7 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
                 with log.phase("reshard"):
                     log.agents("reshard", reshard_all(agents, step + 1, cfg.reshard.bucket_bytes, log.seconds))
 
-            log.samples(step, rollouts.records(seen, groups, samples, labels, stats))
+            log.samples(step, seen, labels, groups, samples, stats)
             if due(cfg, step + 1):
                 with log.phase("save"):
                     checkpoint.save(log.run_dir, step + 1, agents, deck, cfg.checkpoint.keep)
