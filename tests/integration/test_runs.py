@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from megarl.backends.reshard import reshard
+from megarl.rollouts import read, step_path
 from safetensors.torch import load_file, save_file
 
 import megarl.agents
-from megarl.backends.reshard import reshard
 from megarl.config import validate
 from megarl.log import read_metrics
-from megarl.rollouts import read, step_path
 from megarl.train import GuardStop, train
 from tests import cohort
 
@@ -147,34 +147,33 @@ def test_a_perturbed_engine_is_caught(folder, monkeypatch):
     assert read_metrics(warned)[0]["agent/ann/policy/logprob_drift_mean"] > 1e-3
 
 
+def wait_for_rows(file: Path, count: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if file.is_file() and len(file.read_text().splitlines()) >= count:
+            return
+        time.sleep(0.002)
+
+
 @pytest.mark.parametrize("moment", ["early", "saving", "late"])
 def test_killed_at_a_random_moment_and_resumed(folder, plain, moment):
     """kill -9, then --resume: bit for bit the run that was never interrupted."""
     file = folder / f"{moment}.yaml"
     file.write_text(yaml.safe_dump({"raw": cohort.raw(folder, name=f"killed-{moment}")}))
-    code = (
-        f"import yaml; from megarl.config import validate; from megarl.train import train\n"
-        f"train(validate(yaml.safe_load(open({str(file)!r}))['raw']))"
-    )
+    code = "import os, signal, yaml; from megarl import checkpoint; from megarl.config import validate\n"
+    if moment == "saving":  # policies are written, the checkpoint is not yet closed
+        code += "checkpoint._write_through = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+    code += f"from megarl.train import train; train(validate(yaml.safe_load(open({str(file)!r}))['raw']))"
     run_dir = folder / "runs" / "test" / f"killed-{moment}"
-    checkpoints = run_dir / "checkpoints"
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-
-    def reached():
-        steps = len((run_dir / "metrics.jsonl").read_text().splitlines()) if (run_dir / "metrics.jsonl").exists() else 0
-        if moment == "saving":
-            return any(checkpoints.glob("*.partial")) if checkpoints.is_dir() else False
-        return steps >= (1 if moment == "early" else 3)
-
-    while not reached() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.0005)
     if moment != "saving":
+        wait_for_rows(run_dir / "metrics.jsonl", 1 if moment == "early" else 3, process)
         time.sleep(random.random() * 0.2)
-    assert process.poll() is None, "the run ended before it could be killed"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        assert process.poll() is None, "the run ended before it could be killed"
+        os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait(timeout=120) == -signal.SIGKILL
     assert len(read_metrics(run_dir)) < 4
+    assert (run_dir / "checkpoints" / "step_2.partial").is_dir() == (moment == "saving")
 
     command = [sys.executable, "-m", "megarl", "train", "--resume", str(run_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
