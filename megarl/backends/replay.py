@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megarl.backends.phase import EnginePhase
 from megarl.backends.protocols import WeightBucket
 from megarl.rollouts import key_text, read, step_path
 from megarl.settings import SamplingConfig
@@ -24,8 +25,7 @@ class ReplayEngine:
         self.version = -1
         self._step: int | None = None
         self._saved: dict[RolloutKey, Rollout] = {}
-        self._awake = True
-        self._refitting = False
+        self._phase = EnginePhase()
 
     def generate(self, prompts: Sequence[Prompt], seed: Seed, sampling: SamplingConfig) -> list[Rollout]:
         """The saved rollouts of step ``seed.step`` for these prompts, not yet read for answers.
@@ -33,10 +33,7 @@ class ReplayEngine:
         Their version is that of the weights which sampled them. Raises ValueError where the earlier run sampled no
         such rollout, or sampled it for another prompt text.
         """
-        if self.version < 0 or self._refitting:
-            raise RuntimeError("the replay engine has not finished its first refit")
-        if not self._awake:
-            raise RuntimeError("the replay engine sleeps: wake it before generating")
+        self._phase.check_can_generate()
         self._open(seed.step)
         return [self._serve(prompt, index) for prompt in prompts for index in range(prompt.n)]
 
@@ -62,23 +59,21 @@ class ReplayEngine:
         return replace(saved, prompt=prompt, answer=None, well_formed=False)
 
     def begin_refit(self) -> None:
-        self._refitting = True
+        self._phase.begin_refit()
 
     def load_weights(self, bucket: WeightBucket) -> None:
-        if not self._refitting:
-            raise RuntimeError("load_weights comes between begin_refit and finish_refit")
+        self._phase.check_refitting()
 
     def finish_refit(self, version: int) -> None:
-        if not self._refitting:
-            raise RuntimeError("finish_refit without begin_refit")
-        self._refitting = False
+        self._phase.check_refitting()
+        self._phase.finish_refit()
         self.version = version
 
     def wake(self) -> None:
-        self._awake = True
+        self._phase.wake()
 
     def sleep(self) -> None:
-        self._awake = False
+        self._phase.sleep()
 
     def close(self) -> None:
         self._saved = {}
