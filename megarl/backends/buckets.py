@@ -1,4 +1,4 @@
-"""Weights on their way from a policy to an engine: safetensors files of bounded size, in shared memory where it fits."""
+"""Weights on their way from policy to engine: safetensors files of bounded size, in shared memory where they fit."""
 
 import shutil
 import tempfile

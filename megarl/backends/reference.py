@@ -1,25 +1,195 @@
 """Policy and engine over transformers, in one process on CPU: the oracle of the parity tests and a laptop's fallback.
 
-Axes: R rollouts of a batch, V vocabulary, Lp prompt tokens, Lc response tokens.
+Axes: T packed tokens, M of them with mask, S sequences, R rollouts of a batch, V vocabulary, Lp prompt tokens, Lc
+response tokens.
 """
 
+import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
+from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from megarl.backends.buckets import write_buckets
 from megarl.backends.phase import EnginePhase
 from megarl.backends.protocols import WeightBucket
 from megarl.chat import Chat
-from megarl.settings import AgentConfig, SamplingConfig
-from megarl.types import Prompt, Rollout, RolloutKey, Seed
+from megarl.loss import TokenBatch, pg_loss, summarize
+from megarl.packing import from_rollouts, minibatches, num_sequences, pack, response_tokens, unpack
+from megarl.settings import AgentConfig, BatchConfig, LossConfig, OptimizerConfig, SamplingConfig
+from megarl.types import Metrics, Need, Prompt, Rollout, RolloutKey, Sample, Seed, TokenStats
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ReferencePolicy:
+    """A transformers model, its Adam or SGD, and the frozen initial weights where ``kl_coef`` asks for them.
+
+    In bfloat16 the optimizer works on float32 master weights, as Megatron's does.
+    """
+
+    def __init__(
+        self, agent: AgentConfig, *, temperature: float, kl_coef: float = 0.0, tokens_per_microbatch: int = 16384
+    ) -> None:
+        self.version = 0
+        self._temperature = temperature
+        self._kl_coef = kl_coef
+        self._tokens_per_microbatch = tokens_per_microbatch  # of measure; update is told
+        self._clip_grad = agent.optimizer.clip_grad
+        self._model = _load_model(agent)
+        self._reference = _load_model(agent).requires_grad_(False) if kl_coef > 0 else None
+        _check_head(self._model, agent.model)
+        self._weights = dict(self._model.named_parameters())  # tied ones once
+        self._masters = {
+            name: w if w.dtype == torch.float32 else w.detach().float().requires_grad_()
+            for name, w in self._weights.items()
+        }
+        self._optimizer = _build_optimizer(self._masters, agent.optimizer)
+        self._loaded = True
+
+    @torch.no_grad()
+    def measure(self, rollouts: Sequence[Rollout], needs: frozenset[Need]) -> dict[RolloutKey, TokenStats]:
+        """See Policy."""
+        self._check_loaded()
+        if "reference" in needs and self._reference is None:
+            raise ValueError("reference logprobs are wanted, but the policy was built with kl_coef=0")
+        microbatches = self._pack(from_rollouts(rollouts), self._tokens_per_microbatch)
+        named: dict[str, list[np.ndarray]] = {}
+        for batch in map(TokenBatch.of, microbatches):
+            logprobs_MV = self._log_softmax(self._model, batch)
+            found = {"logprobs": _of_labels(logprobs_MV, batch)}
+            if "entropy" in needs:
+                found["entropy"] = -torch.special.xlogy(logprobs_MV.exp(), logprobs_MV.exp()).sum(-1)
+            if "certainty" in needs:
+                found["certainty"] = -logprobs_MV.mean(-1) - np.log(logprobs_MV.shape[1])
+            if "reference" in needs:
+                found["reference"] = _of_labels(self._log_softmax(self._reference, batch), batch)
+            for name, values_M in found.items():
+                named.setdefault(name, []).append(_at_mask(values_M, batch).numpy())
+        unpacked = {name: unpack(microbatches, values) for name, values in named.items()}
+        return {r.key: TokenStats(**{name: of[i] for name, of in unpacked.items()}) for i, r in enumerate(rollouts)}
+
+    def update(
+        self, samples: Sequence[Sample], loss: LossConfig, batch: BatchConfig, learning_rates: Sequence[float]
+    ) -> Metrics:
+        """See Policy. An optimizer step without any response token is left out."""
+        self._check_loaded()
+        totals: Counter[str] = Counter()
+        updates = 0
+        for part, lr in zip(minibatches(samples, len(learning_rates)), learning_rates, strict=True):
+            if response_tokens(part):
+                totals.update(self._step(part, loss, batch.tokens_per_microbatch, lr))
+                updates += 1
+        self.version += 1
+        return {name: total / updates for name, total in totals.items()}
+
+    def _step(self, part: Sequence[Sample], loss: LossConfig, tokens_per_microbatch: int, lr: float) -> Metrics:
+        sums: Counter[str] = Counter()
+        for batch in map(TokenBatch.of, self._pack(part, tokens_per_microbatch)):
+            logprobs_T = _at_mask(_of_labels(self._log_softmax(self._model, batch), batch), batch)
+            value, metrics = pg_loss(
+                logprobs_T,
+                batch,
+                loss,
+                num_tokens=response_tokens(part),
+                num_sequences=num_sequences(part),
+                kl_coef=self._kl_coef,
+            )
+            value.backward()
+            sums.update({name: float(x) for name, x in metrics.items()})
+        return {**summarize(sums), "grad_norm": self._optimize(lr)}
+
+    def _optimize(self, lr: float) -> float:
+        """Global norm of the gradient before clipping; one step is taken and the gradient cleared."""
+        for name, master in self._masters.items():
+            weight = self._weights[name]
+            if master is not weight and weight.grad is not None:
+                master.grad, weight.grad = weight.grad.float(), None
+        norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), self._clip_grad or torch.inf)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._publish()
+        return float(norm)
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        for name, master in self._masters.items():
+            if master is not self._weights[name]:
+                self._weights[name].copy_(master)
+
+    def _pack(self, samples: Sequence[Sample], tokens_per_microbatch: int):
+        (shard,) = pack(samples, dp=1, tokens_per_microbatch=tokens_per_microbatch)
+        return shard
+
+    def _log_softmax(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+        """float32[M, V] at the sampling temperature, at the masked positions in order.
+
+        Sequences become rows padded on the right: causal attention lets no real token see the padding.
+        """
+        ends = batch.cu_seqlens[1:-1].tolist()
+        token_ids, mask = (torch.tensor_split(x, ends) for x in (batch.token_ids, batch.mask))
+        rows = torch.nn.utils.rnn.pad_sequence(list(token_ids), batch_first=True)
+        where = torch.nn.utils.rnn.pad_sequence(list(mask), batch_first=True)
+        hidden = model.base_model(input_ids=rows, use_cache=False).last_hidden_state
+        logits = model.get_output_embeddings()(hidden[where])
+        return (logits.float() / self._temperature).log_softmax(dim=-1)
+
+    def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """See Policy; in the agent's dtype, a tied head left out."""
+        return write_buckets(self._weights.items(), bucket_bytes)
+
+    def save(self, path: Path) -> None:
+        """Master weights, optimizer state and version, as safetensors and JSON."""
+        path.mkdir(parents=True, exist_ok=True)
+        save_file({name: w.detach() for name, w in self._masters.items()}, path / "weights.safetensors")
+        state = self._optimizer.state
+        moments = {f"{name}:{k}": v for name, w in self._masters.items() for k, v in state.get(w, {}).items()}
+        save_file(moments, path / "optimizer.safetensors")
+        (path / "state.json").write_text(json.dumps({"version": self.version}), encoding="utf-8")
+
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        """What ``save`` wrote; the model must be the same."""
+        weights = load_file(path / "weights.safetensors")
+        if weights.keys() != self._masters.keys():
+            odd = sorted(weights.keys() ^ self._masters.keys())
+            raise ValueError(f"{path}: another model's checkpoint; {len(odd)} weights differ, e.g. {odd[0]}")
+        moments: dict[str, dict[str, Tensor]] = {}
+        for spelled, value in load_file(path / "optimizer.safetensors").items():
+            name, _, kind = spelled.rpartition(":")
+            moments.setdefault(name, {})[kind] = value
+        self._optimizer.state.clear()
+        for name, master in self._masters.items():
+            master.copy_(weights[name])
+            if name in moments:
+                self._optimizer.state[master] = moments[name]
+        self._publish()
+        self.version = json.loads((path / "state.json").read_text(encoding="utf-8"))["version"]
+
+    def onload(self) -> None:
+        self._loaded = True
+
+    def offload(self) -> None:
+        """Nothing moves on CPU; measure and update raise until onload, as they fail where the memory is given away."""
+        self._loaded = False
+
+    def _check_loaded(self) -> None:
+        if not self._loaded:
+            raise RuntimeError("the policy is offloaded: onload it before it measures or updates")
+
+    def close(self) -> None:
+        self._loaded = False
+        self._weights, self._masters = {}, {}
+        del self._model, self._reference, self._optimizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -200,3 +370,35 @@ def _empty_model(agent: AgentConfig) -> PreTrainedModel:
     with torch.random.fork_rng():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(agent.model), dtype=DTYPES[agent.dtype])
     return model.eval()
+
+
+def _load_model(agent: AgentConfig) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(agent.model, dtype=DTYPES[agent.dtype]).eval()
+
+
+@torch.no_grad()
+def _check_head(model: PreTrainedModel, name: str) -> None:
+    """Refuse models that do more to their logits than multiply (soft-caps, scales): the policy computes them itself."""
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    hidden = model.base_model(input_ids=token, use_cache=False).last_hidden_state
+    if not torch.equal(model.get_output_embeddings()(hidden), model(input_ids=token, use_cache=False).logits):
+        raise ValueError(f"model={name}: its {type(model).__name__} changes logits after the head; not supported")
+
+
+def _build_optimizer(weights: dict[str, Tensor], cfg: OptimizerConfig) -> torch.optim.Optimizer:
+    """Weight decay is decoupled and spares biases and norms, as in Megatron."""
+    plain = [w for name, w in weights.items() if w.ndim == 1 or name.endswith(".bias")]
+    decayed = [w for name, w in weights.items() if not (w.ndim == 1 or name.endswith(".bias"))]
+    groups = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    if cfg.name == "sgd":
+        return torch.optim.SGD(groups, lr=cfg.lr)
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)
+
+
+def _of_labels(logprobs_MV: Tensor, batch: TokenBatch) -> Tensor:
+    return logprobs_MV.gather(1, batch.labels[batch.mask, None])[:, 0]
+
+
+def _at_mask(values_M: Tensor, batch: TokenBatch) -> Tensor:
+    """[T]: the values at the masked positions, 0 elsewhere."""
+    return torch.zeros(batch.mask.shape).masked_scatter(batch.mask, values_M)
