@@ -1,0 +1,50 @@
+"""Weights on their way from policy to engine: safetensors files of bounded size, in shared memory where they fit."""
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megarl.backends.protocols import WeightBucket
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def write_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
+    """The named weights in files of at most ``bucket_bytes`` (a larger tensor has a file of its own).
+
+    A file is gone once the next bucket is asked for, and when the iterator is closed. The weights are taken one by
+    one, so at most one bucket of them is alive.
+    """
+    for part in _parts(weights, bucket_bytes):
+        nbytes = sum(t.nbytes for t in part.values())
+        folder = Path(tempfile.mkdtemp(prefix="megarl-weights-", dir=_roomy(nbytes)))
+        try:
+            path = folder / "bucket.safetensors"
+            save_file({name: t.detach().contiguous() for name, t in part.items()}, path)
+            yield WeightBucket(path=path, names=tuple(part), nbytes=nbytes)
+        finally:
+            shutil.rmtree(folder)
+
+
+def _parts(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        if part and size + tensor.nbytes > bucket_bytes:
+            yield part
+            part, size = {}, 0
+        part[name] = tensor
+        size += tensor.nbytes
+    if part:
+        yield part
+
+
+def _roomy(nbytes: int) -> Path:
+    """Shared memory if twice the bucket fits there (other agents write theirs at the same time), else a disk."""
+    if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * nbytes:
+        return SHARED_MEMORY
+    return Path(tempfile.gettempdir())
