@@ -1,0 +1,92 @@
+"""Tiny random models of the supported families as Hugging Face directories, made on the fly with a small tokenizer."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<user>", "<assistant>", "<system>", "<end>")
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, plus the special tokens; 103 tokens, chat template included."""
+    characters = ["\n", *(chr(code) for code in range(32, 127))]
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *characters))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        additional_special_tokens=["<user>", "<assistant>", "<system>", "<end>"],
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+def config(family: str, **overrides):
+    """Configuration of a 4-layer model with 4 query and 2 key/value heads of size 16 (about 0.15M parameters)."""
+    settings = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": family == "qwen3",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "use_cache": True,
+        "dtype": "float32",
+        **overrides,
+    }
+    if family == "qwen2":
+        return Qwen2Config(**settings)
+    settings.setdefault("head_dim", settings["hidden_size"] // settings["num_attention_heads"])
+    return {"qwen3": Qwen3Config, "llama": LlamaConfig}[family](**settings)
+
+
+def model(family: str, seed: int = 0, scale: float = 4.0, **overrides) -> torch.nn.Module:
+    """A random model in float32 whose norms, biases and logits are not trivial; equal seeds give equal weights."""
+    made = {"qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM, "llama": LlamaForCausalLM}[family](
+        config(family, **overrides)
+    )
+    made = made.to(torch.float32).eval()
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            noise = torch.randn(parameter.shape, generator=random)
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * noise)
+            else:
+                parameter.copy_(0.02 * scale * noise)
+    return made
+
+
+def write(directory: Path, family: str, seed: int = 0, scale: float = 4.0, **overrides) -> Path:
+    """``directory``, holding the model's weights, configuration, generation configuration and tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    model(family, seed, scale, **overrides).save_pretrained(directory)
+    GenerationConfig(bos_token_id=1, eos_token_id=[2, 6], pad_token_id=0).save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory
