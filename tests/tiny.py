@@ -14,6 +14,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 FAMILIES = ("qwen2", "qwen3", "llama")
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<user>", "<assistant>", "<system>", "<end>")
@@ -24,12 +25,16 @@ TEMPLATE = (
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, plus the special tokens; 103 tokens, chat template included."""
-    characters = ["\n", *(chr(code) for code in range(32, 127))]
+    """Byte-level BPE without merges over printable ASCII and the special tokens: one token per character, 103 in all.
+
+    Byte-level BPE, because transformers replaces the tokenizer class of some families by such a one.
+    """
+    spelling = bytes_to_unicode()
+    characters = [spelling[code] for code in (10, *range(32, 127))]
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, *characters))}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.decoder = decoders.Fuse()
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
     made = PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token="<pad>",
