@@ -21,7 +21,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer import clip_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
@@ -110,6 +110,8 @@ def build_model(
     provider.transformer_layer_spec = spec
     apply_overrides(provider, overrides)
     provider.finalize()
+    # after finalize(), which refuses it together with the default token dispatcher even in a model without experts
+    provider.variable_seq_lengths = agent.layout.pp > 1
     provider._pg_collection = groups
     provider.finalize_model_grads_func = _sum_gradients
     inner = provider.provide(pre_process=groups.pp.rank() == 0, post_process=groups.pp.rank() == groups.pp.size() - 1)
@@ -149,7 +151,6 @@ def _settings(hf: PretrainedConfig, layout: LayoutConfig, dtype: torch.dtype, de
         "use_cpu_initialization": device.type == "cpu",
         # the loss carries global denominators already: no division by tokens, microbatches or ranks
         "calculate_per_token_loss": True,
-        "variable_seq_lengths": layout.pp > 1,
         "batch_p2p_comm": True,
         # Bridge cannot pad where tp is 1, so the padding is the least that tp allows
         "make_vocab_size_divisible_by": 1,
@@ -324,5 +325,5 @@ class Optimizer:
             return norm, False
         if self.cfg.clip_grad > 0:
             for part in self.inner.chained_optimizers:
-                clip_grad_by_total_norm_fp32(part.get_parameters(), self.cfg.clip_grad, norm)
+                clip_grads.clip_grad_by_total_norm_fp32(part.get_parameters(), self.cfg.clip_grad, norm)
         return norm, bool(self.inner.step_with_ready_grads())
