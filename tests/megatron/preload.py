@@ -1,7 +1,8 @@
 """Imported once by the process that the rank processes are forked from."""
 
-import megarl.backends.megatron.worker
-from megarl.backends.megatron import cpu, patches
+from megarl.backends.megatron import cpu, patches, worker
+
+__all__ = ["worker"]
 
 cpu.enable()
 patches.import_bridge()

@@ -29,7 +29,9 @@ def enable() -> None:
         return
     found = version("megatron-core")
     if not found.startswith(CORE):
-        raise RuntimeError(f"the CPU shim is written for megatron-core {CORE}x, found {found}: check each patch in {__file__}")
+        raise RuntimeError(
+            f"the CPU shim is written for megatron-core {CORE}x, found {found}: check each patch in {__file__}"
+        )
     _no_compile()
     _device_calls()
     _factories()
@@ -39,7 +41,7 @@ def enable() -> None:
 
 
 def _no_compile() -> None:
-    """Fused element-wise functions are ``torch.compile`` calls (jit.py): on CPU they cost minutes of C++ compilation."""
+    """Fused element-wise functions are ``torch.compile`` calls (jit.py), which compile C++ for minutes on a CPU."""
     import torch._dynamo
 
     torch._dynamo.config.disable = True

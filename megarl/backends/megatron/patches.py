@@ -6,6 +6,7 @@ Both belong to machines without TransformerEngine, with a GPU or without one. Ve
 
 import functools
 import sys
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
@@ -16,6 +17,13 @@ from typing import Any
 BRIDGE = "0.6."
 CORE = "0.19."
 ROOTS = ("transformer_engine", "transformer_engine_torch")
+DECIDING = (  # find out at their import whether TransformerEngine is there
+    "megatron.core.extensions.transformer_engine",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.ssm",
+)
 
 
 def has_transformer_engine() -> bool:
@@ -35,14 +43,8 @@ def import_bridge() -> Any:
 
         return AutoBridge
     _expect("megatron-bridge", BRIDGE)
-    # these decide at import whether TransformerEngine is there
-    import megatron.core.dist_checkpointing
-    import megatron.core.extensions.transformer_engine
-    import megatron.core.models.gpt.gpt_layer_specs
-    import megatron.core.optimizer
-    import megatron.core.ssm
-    import megatron.core.transformer.transformer_config
-
+    for name in DECIDING:
+        import_module(name)
     finder = _StandIns()
     sys.meta_path.append(finder)
     try:

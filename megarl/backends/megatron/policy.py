@@ -15,6 +15,7 @@ import numpy as np
 
 from megarl import packing
 from megarl.backends.megatron.order import context_rows
+from megarl.backends.megatron.records import Coordinates, UpdateResult
 from megarl.backends.protocols import WeightBucket
 from megarl.loss import summarize
 from megarl.settings import AgentConfig, BatchConfig, LossConfig
@@ -59,8 +60,7 @@ class MegatronPolicy:
         self._tokens = tokens_per_microbatch
         self._writers = frozenset(writers)
         self._bucket_dir = bucket_dir
-        self._places = [tuple(place) for place in ranks.call_all("coordinates")]
-        self._dp_of = [place[0] for place in self._places]
+        self._places: list[Coordinates] = ranks.call_all("coordinates")
 
     def measure(self, rollouts: Sequence[Rollout], needs: frozenset[Need]) -> dict[RolloutKey, TokenStats]:
         """Statistics of every rollout's response tokens under the present weights; {} for no rollouts."""
@@ -70,7 +70,7 @@ class MegatronPolicy:
         answers = self._ranks.call_each("measure", self._per_rank([(shard, needs) for shard in shards]))
         found: dict[int, dict[str, np.ndarray]] = {}
         for dp, shard in enumerate(shards):
-            parts = [(self._places[r][2], answers[r]) for r in range(len(answers)) if answers[r] and self._dp_of[r] == dp]
+            parts = [(p.cp, a) for p, a in zip(self._places, answers, strict=True) if a and p.dp == dp]
             for name in parts[0][1][0]:
                 values = [self._joined(m, [(cp, part[i][name]) for cp, part in parts]) for i, m in enumerate(shard)]
                 for index, value in packing.unpack(shard, values).items():
@@ -93,15 +93,13 @@ class MegatronPolicy:
         if not reports:
             return {"tokens": 0.0, "microbatches": 0.0, "skipped_steps": 0.0}
         totals = {"tokens", "microbatches", "skipped_steps"}
-        return {
-            name: sum(r[name] for r in reports) / (1 if name in totals else len(reports)) for name in reports[0]
-        }
+        return {name: sum(r[name] for r in reports) / (1 if name in totals else len(reports)) for name in reports[0]}
 
     def _step(self, part: Sequence[Sample], loss: LossConfig, batch: BatchConfig, lr: float) -> Metrics:
         shards = self._pack(part, batch.tokens_per_microbatch)
         tokens, sequences = packing.response_tokens(part), packing.num_sequences(part)
         kl_coef = loss.kl_coef if self._agent.kl_coef is None else self._agent.kl_coef
-        results = self._ranks.call_each(
+        results: list[UpdateResult] = self._ranks.call_each(
             "update", self._per_rank([(shard, loss, tokens, sequences, lr, kl_coef) for shard in shards])
         )
         told = [r.sums for r in results if r.sums]
@@ -159,7 +157,7 @@ class MegatronPolicy:
 
     def _per_rank(self, per_dp: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """The arguments of each rank; ranks that share a data-parallel rank share the tuple, so it travels once."""
-        return [per_dp[dp] for dp in self._dp_of]
+        return [per_dp[place.dp] for place in self._places]
 
     def _joined(self, microbatch: Microbatch, parts: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
         """float32[T] from the slices of all context-parallel ranks."""

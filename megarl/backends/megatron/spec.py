@@ -6,6 +6,7 @@ mappings and checkpoints see one naming. Their attention takes packed sequences 
 Axes: T tokens, H query heads and G key/value heads of this rank, D head size.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megarl.backends.megatron.order import Grid, Order
 from megarl.backends.megatron.patches import has_transformer_engine
+
 
 @dataclass
 class Packed(PackedSeqParams):
@@ -58,7 +60,9 @@ class LocalLayerNormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight = _norm_weight(config, input_size)
 
     def forward(self, input_: torch.Tensor, *args, **kwargs):
-        return super().forward(_rms_norm(input_, self.layer_norm_weight, self.config.layernorm_epsilon), *args, **kwargs)
+        return super().forward(
+            _rms_norm(input_, self.layer_norm_weight, self.config.layernorm_epsilon), *args, **kwargs
+        )
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         return make_sharded_tensors_for_checkpoint(
@@ -178,8 +182,8 @@ def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlo
             k_layernorm=qk_norm,
         ),
     )
-    mlp = ModuleSpec(
-        module=MLP,
+    mlp = functools.partial(
+        MLP.as_mlp_submodule,
         submodules=MLPSubmodules(linear_fc1=LocalLayerNormColumnParallelLinear, linear_fc2=RowParallelLinear),
     )
     layer = ModuleSpec(

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,29 +18,13 @@ from safetensors.torch import save_file
 from megarl.backends.megatron import checkpoint, cpu
 from megarl.backends.megatron.forward import Pack, run
 from megarl.backends.megatron.model import Optimizer, build_model, process_groups
+from megarl.backends.megatron.records import Coordinates, UpdateResult
 from megarl.loss import TokenBatch, pg_loss
 from megarl.settings import AgentConfig, LossConfig
 from megarl.types import Microbatch, Need
 from megarl_kernels import LogprobOutput
 
 STATS: dict[Need, str] = {"entropy": "entropy", "certainty": "self_certainty"}
-
-
-class Coordinates(NamedTuple):
-    """A rank's place in its agent's layout."""
-
-    dp: int
-    pp: int
-    cp: int
-    tp: int
-
-
-class UpdateResult(NamedTuple):
-    """One optimizer step as a rank saw it."""
-
-    sums: dict[str, float]  # metrics added up over this rank's tokens; empty where it computes no loss
-    grad_norm: float
-    applied: bool
 
 
 class MegatronWorker:
@@ -100,9 +83,7 @@ class MegatronWorker:
             return output.logprob.sum(), {name: value.float().cpu().numpy() for name, value in found.items()}
 
         packs = [Pack.of(m, self.model, self.device) for m in microbatches]
-        found = run(
-            self.model, packs, keep, temperature=self.temperature, stats=tuple(stats.values()), train=False
-        )
+        found = run(self.model, packs, keep, temperature=self.temperature, stats=tuple(stats.values()), train=False)
         if "reference" in needs:
             stats = {}
             with self._reference_weights():
@@ -133,7 +114,7 @@ class MegatronWorker:
         lr: float,
         kl_coef: float,
     ) -> UpdateResult:
-        """One optimizer step; the counts are those of the whole step, over all ranks. Weights stay on a bad gradient."""
+        """One optimizer step; the counts are of the whole step, over all ranks. A bad gradient leaves the weights."""
         self._check_resident("update")
         self.model.chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
