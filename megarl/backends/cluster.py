@@ -66,6 +66,7 @@ class Bundle:
 class Placement:
     """The slots of one agent, in rank order."""
 
+    cluster: "Cluster"
     agent: str
     bundles: tuple[Bundle, ...]
 
@@ -243,7 +244,7 @@ def place(
                     + _wanted_against_available(_free_slots(cluster), slots_by_agent)
                 )
             bundles += [Bundle(group, index, node) for index in range(size)]
-        placements[agent] = Placement(agent, tuple(bundles))
+        placements[agent] = Placement(cluster, agent, tuple(bundles))
     return placements
 
 
@@ -368,32 +369,33 @@ def free_port() -> int:
 
 
 class WorkerGroup:
-    """Named workers, one per seat: ``WorkerGroup(cluster, "qwen/policy", MegatronWorker, placement.seats(4), ...)``.
+    """Named workers on an agent's slots: ``WorkerGroup(placement, "qwen/policy", MegatronWorker, [kwargs] * 4)``.
 
-    Rank r is the Ray actor ``<name>/<r>`` and writes to ``<run>/logs/<name with - for />-<r>.log``. Before its class
-    is built a rank finds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. With ``owns_slots`` a rank
-    takes its bundle's slot; without (engines, which share the policy's) it only sits in the same bundle and sees its
-    seat's GPUs.
+    One rank per entry of ``kwargs``. Rank r is the Ray actor ``<name>/<r>`` and writes to
+    ``<run>/logs/<name with - for />-<r>.log``. Before its class is built a rank finds RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT in its environment. With ``owns_slots`` a rank takes its bundle's slot; without (engines, which share
+    the policy's) it only sits in the same bundle and sees its slots' GPUs.
     """
 
     def __init__(
         self,
-        cluster: Cluster,
+        placement: Placement,
         name: str,
         cls: Callable[..., Any],
-        seats: Sequence[Sequence[Bundle]],
         kwargs: Sequence[Mapping[str, Any]],
         *,
+        slots_per_rank: int = 1,
         env: Mapping[str, str] | None = None,
         owns_slots: bool = True,
         build_timeout_s: float = 900.0,
     ) -> None:
-        if len(seats) != len(kwargs):
-            raise ValueError(f"{name}: {len(seats)} seats and kwargs for {len(kwargs)} ranks")
+        """Return once every rank has been built. Raises WorkerLost, TimeoutError, or what the class itself raised."""
+        if owns_slots and slots_per_rank != 1:
+            raise ValueError(f"{name}: a rank that owns its slot has one, not {slots_per_rank}")
         self.name = name
-        self.world = len(seats)
-        self._cluster = cluster
-        self._seats = [tuple(seat) for seat in seats]
+        self.world = len(kwargs)
+        self._cluster = placement.cluster
+        self._seats = placement.seats(self.world, slots_per_rank)
         self._actors: list[Any] = []
         for attempt in range(PORT_ATTEMPTS):
             try:
@@ -441,20 +443,18 @@ class WorkerGroup:
         build_timeout_s: float,
     ) -> None:
         cluster = self._cluster
-        visible = [self._gpu_env(seat) if not owns_slots else {} for seat in self._seats]
+        visible = [{} if owns_slots else self._gpu_env(seat) for seat in self._seats]
         process_env = {**_process_env(cluster), **env}
         slot = {} if not owns_slots else ({"num_gpus": 1} if cluster.device == "cuda" else {"resources": {"slot": 1}})
         for rank, seat in enumerate(self._seats):
-            options: dict[str, Any] = {
-                "name": f"{self.name}/{rank}",
-                "num_cpus": 0,
-                "runtime_env": {"env_vars": process_env},
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    seat[0].group, placement_group_bundle_index=seat[0].index
-                ),
+            host = _in_bundle(
+                _Host,
+                seat[0],
+                name=f"{self.name}/{rank}",
+                num_cpus=0,
+                runtime_env={"env_vars": process_env},
                 **slot,
-            }
-            host = ray.remote(_Host).options(**options)
+            )
             self._actors.append(host.remote(self.log_file(rank), visible[rank]))
         found = self._gather(
             [actor.where.remote() for actor in self._actors], "its start", cluster.config.start_timeout_s
@@ -482,13 +482,8 @@ class WorkerGroup:
         """CUDA_VISIBLE_DEVICES of the seat's GPUs: Ray hides them from an actor that takes none."""
         if self._cluster.device == "cpu":
             return {}
-        ids: list[str] = []
-        for bundle in seat:
-            ids += self._gpu_ids(bundle)
+        ids = [gpu for bundle in seat for gpu in _bundle_gpus(bundle, self._cluster.config.start_timeout_s)]
         return {"CUDA_VISIBLE_DEVICES": ",".join(ids)}
-
-    def _gpu_ids(self, bundle: Bundle) -> list[str]:
-        return _bundle_gpus(bundle, self._cluster.config.start_timeout_s)
 
     def _gather(self, refs: list[Any], doing: str, timeout_s: float | None) -> list[Any]:
         """Results in rank order; a failure ends the wait, and the dead are blamed before those they took along."""
@@ -537,23 +532,20 @@ class WorkerGroup:
 
 
 def _bundle_gpus(bundle: Bundle, timeout_s: float) -> list[str]:
-    probe = (
-        ray.remote(_GpuProbe)
-        .options(
-            num_cpus=0,
-            num_gpus=1,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                bundle.group, placement_group_bundle_index=bundle.index
-            ),
-        )
-        .remote()
-    )
+    probe = _in_bundle(_GpuProbe, bundle, num_cpus=0, num_gpus=1).remote()
     try:
         return ray.get(probe.ids.remote(), timeout=timeout_s)
     except GetTimeoutError as error:
         raise TimeoutError(f"GPU {bundle.index} of node {bundle.node} did not answer in {timeout_s:g} s") from error
     finally:
         ray.kill(probe, no_restart=True)
+
+
+def _in_bundle(cls: type, bundle: Bundle, **options: Any) -> Any:
+    """The Ray actor class of ``cls``, to be started in that bundle."""
+    strategy = PlacementGroupSchedulingStrategy(bundle.group, placement_group_bundle_index=bundle.index)
+    actor: Any = ray.remote(cls)
+    return actor.options(scheduling_strategy=strategy, **options)
 
 
 def _process_env(cluster: Cluster) -> dict[str, str]:
