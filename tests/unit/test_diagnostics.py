@@ -69,7 +69,7 @@ def test_drift():
     assert drift([a], {}) == {}
     labels = TTRL().label([a, b], None)
     m = diagnose([a, b], labels, [], None, about)
-    assert (m["agent/b/engine/logprob_drift_mean"], m["agent/b/engine/logprob_drift_max"]) == (0.125, 0.25)
+    assert (m["agent/b/policy/logprob_drift_mean"], m["agent/b/policy/logprob_drift_max"]) == (0.125, 0.25)
 
 
 def test_v38_twins_are_told():
