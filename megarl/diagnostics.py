@@ -28,8 +28,8 @@ def diagnose(
     majority_share_parsed and majority_share_total (of the agent's own vote: two denominators), vote_ties (count),
     answered_share, sampled_accuracy (of all rollouts). reward: reward_mean, zero_variance_share (of groups),
     reward_accuracy (rollouts whose reward is above 0 exactly if their answer is true). policy: entropy,
-    logprob_drift_mean and logprob_drift_max. engine: response_tokens (mean), truncated_share. cohort: agreement/<a>~<b> (share
-    of the prompts voted on by both whose majorities are equal).
+    logprob_drift_mean and logprob_drift_max. engine: response_tokens (mean), truncated_share. cohort:
+    agreement/<a>~<b> (share of the prompts voted on by both whose majorities are equal).
 
     Metrics that need true answers cover the prompts that have one, and are left out where none has.
     """

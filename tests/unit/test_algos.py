@@ -103,7 +103,7 @@ def test_v13c_two_agents_have_one_ring():
     ("options", "words"),
     [
         ({}, "exactly one of"),
-        ({"ring": ["a"]}, "a would teach itself"),
+        ({"ring": ["a"]}, "ring a would teach itself"),
         ({"ring": ["a", "b", "a"]}, "twice"),
         ({"ring": ["a", "b"], "teacher": {"a": "b", "b": "a"}}, "exactly one of"),
         ({"teacher": {"a": "b", "b": "b"}}, "b would teach itself"),
