@@ -27,9 +27,9 @@ def diagnose(
     label: label_accuracy (of the prompts that have a label, the share where it is true), unlabeled_share,
     majority_share_parsed and majority_share_total (of the agent's own vote: two denominators), vote_ties (count),
     answered_share, sampled_accuracy (of all rollouts). reward: reward_mean, zero_variance_share (of groups),
-    reward_accuracy (rollouts whose reward is above 0 exactly if their answer is true). policy: entropy. engine:
-    response_tokens (mean), truncated_share, logprob_drift_mean and logprob_drift_max. cohort: agreement/<a>~<b> (share
-    of the prompts voted on by both whose majorities are equal).
+    reward_accuracy (rollouts whose reward is above 0 exactly if their answer is true). policy: entropy,
+    logprob_drift_mean and logprob_drift_max. engine: response_tokens (mean), truncated_share. cohort:
+    agreement/<a>~<b> (share of the prompts voted on by both whose majorities are equal).
 
     Metrics that need true answers cover the prompts that have one, and are left out where none has.
     """
@@ -46,7 +46,7 @@ def diagnose(
             **_responses(own, stats),
         }
         if agent in drifts:
-            values["engine/logprob_drift_mean"], values["engine/logprob_drift_max"] = drifts[agent]
+            values["policy/logprob_drift_mean"], values["policy/logprob_drift_max"] = drifts[agent]
         out |= {f"agent/{agent}/{name}": value for name, value in values.items()}
     return out | _agreement(ballots)
 

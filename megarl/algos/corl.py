@@ -33,7 +33,9 @@ class CoRL(OneTurn):
         teachers = self.teachers
         own = [agent for agent, teacher in teachers.items() if agent == teacher]
         if own:
-            raise ValueError(f"{own[0]} would teach itself: at least two agents, each with another one as teacher")
+            raise ValueError(
+                f"in this ring {own[0]} would teach itself: at least two agents, each with another as teacher"
+            )
         if set(teachers) != set(teachers.values()):
             raise ValueError(f"algo.teacher={self.teacher}: every agent teaches exactly one other, and has one teacher")
         first = next(iter(teachers))
