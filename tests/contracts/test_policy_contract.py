@@ -276,10 +276,10 @@ def test_small_updates_survive_bfloat16(open_policy):
     samples = make_samples(policy, make_rollouts(4))
     before = weights_of(policy)["model.norm.weight"]
     changed = []
-    for _ in range(16):
-        policy.update(samples, LOSS, BATCH, [2e-4])
+    for _ in range(24):
+        policy.update(samples, LOSS, BATCH, [4e-4])
         changed.append((weights_of(policy)["model.norm.weight"] != before).float().mean().item())
-    assert changed[0] < 0.1 and changed[-1] > 2 * changed[0] + 0.2
+    assert changed[0] < 0.05 and changed[-1] > 0.3, changed
 
 
 def test_offload_and_onload_change_nothing(open_policy):
