@@ -122,10 +122,16 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _column(rows: Rows, name: str, path: str) -> list[Any]:
+    """Values of a column; a dotted name reaches into nested fields ("reward_model.ground_truth")."""
+    values = []
     for number, row in enumerate(rows):
-        if row.get(name) is None:
+        value: Any = row
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is None:
             raise ValueError(f"{path}: row {number} has no {name!r}; its columns: {', '.join(row)}")
-    return [row[name] for row in rows]
+        values.append(value)
+    return values
 
 
 def _uids(rows: Rows, cfg: DataConfig, path: str) -> list[str]:

@@ -37,20 +37,21 @@ def grouped_advantage(
         return out
 
     _, group, size = torch.unique(group_ids[usable], return_inverse=True, return_counts=True)
+    count = size.to(torch.float64)  # an integer quotient would be float32
     # sorted segments, not scatter-adds: those sum in no fixed order on a GPU
     order = torch.argsort(group, stable=True)
-    mean = _segment(kept[order], size, "sum") / size
+    mean = _segment(kept[order], size, "sum") / count
     spread = _segment(kept[order], size, "max") - _segment(kept[order], size, "min")
     centred = kept - mean[group]
 
     if mode == "grpo":
-        variance = _segment(centred[order].square(), size, "sum") / (size - ddof).clamp(min=1)
+        variance = _segment(centred[order].square(), size, "sum") / (count - ddof).clamp(min=1)
         advantage = centred / (variance.sqrt() + eps)[group]
     elif mode == "batch":
         variance = (kept - kept.mean()).square().sum() / max(kept.numel() - ddof, 1)
         advantage = centred / (variance.sqrt() + eps)
     elif mode == "rloo":
-        advantage = centred * (size / (size - 1).clamp(min=1))[group]
+        advantage = centred * (count / (count - 1).clamp(min=1))[group]
     else:
         advantage = centred
 

@@ -187,7 +187,7 @@ def _merge(local: Tensor, group: dist.ProcessGroup | None) -> _Moments:
         peak, rest, z_target, s, below, _, squares = local.unbind(1)
         return _Moments(peak, rest, z_target, s, below, squares)
     shards = torch.empty(dist.get_world_size(group), *local.shape, dtype=local.dtype, device=local.device)
-    dist.all_gather_into_tensor(shards, local, group=group)
+    dist.all_gather(list(shards.unbind(0)), local, group=group)
     peaks, rests, z_targets, ss, belows, columns, squares = shards.unbind(2)  # [ranks, N] each
     peak, top = peaks.max(dim=0)
     lower = torch.where(peaks == -torch.inf, torch.zeros_like(peaks), peaks - peak)

@@ -1,0 +1,3 @@
+from megarl.cli import main
+
+main()

@@ -1,0 +1,87 @@
+"""Rewards -> advantages -> training samples, in float64 on the driver."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megarl.settings import AdvantageConfig
+from megarl.types import Group, Rollout, RolloutKey, Sample, TokenStats
+from megarl_kernels import grouped_advantage
+
+
+def spread(
+    groups: Sequence[Group],
+    rollouts: Sequence[Rollout],
+    stats: Mapping[RolloutKey, TokenStats],
+    cfg: AdvantageConfig,
+    *,
+    train_samples_per_prompt: int | None = None,
+) -> list[Sample]:
+    """One sample per group member, in group order then member order; its advantage is its group's baseline applied.
+
+    Members without a reward (NaN) enter no mean and come out masked, with advantage 0. Of a group of "solve" rollouts
+    only the first ``train_samples_per_prompt`` in index order train (null: all), and selection precedes the baseline:
+    neither depends on rewards, lengths or arrival order. mode="batch" takes the deviation over one agent's groups.
+    """
+    groups = [first_in_order(g, train_samples_per_prompt) for g in groups]
+    members = [(key, reward) for g in groups for key, reward in zip(g.rollouts, g.rewards, strict=True)]
+    keys = [key for key, _ in members]
+    if len(set(keys)) < len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"{twice} stands in two groups: a rollout has one advantage")
+    advantages = _advantages(groups, cfg)
+    by_key = {r.key: r for r in rollouts}
+    return [
+        _sample(by_key[key], stats[key], float(a), rewarded=not np.isnan(reward))
+        for (key, reward), a in zip(members, advantages, strict=True)
+    ]
+
+
+def first_in_order(group: Group, n: int | None) -> Group:
+    """The group cut to its first ``n`` "solve" rollouts by index; other roles and n=None: the whole group."""
+    if n is None or any(key.role != "solve" for key in group.rollouts):
+        return group
+    kept = sorted(range(len(group.rollouts)), key=lambda i: group.rollouts[i].index)[:n]
+    return replace(
+        group, rollouts=tuple(group.rollouts[i] for i in kept), rewards=tuple(group.rewards[i] for i in kept)
+    )
+
+
+def _advantages(groups: Sequence[Group], cfg: AdvantageConfig) -> np.ndarray:
+    """float64, member by member in group order; agents are computed apart: no statistic crosses them."""
+    agents = np.array([key.agent for g in groups for key in g.rollouts], dtype=object)
+    ids = np.repeat(np.arange(len(groups)), [len(g.rollouts) for g in groups])
+    rewards = np.array([r for g in groups for r in g.rewards], np.float64)
+    out = np.zeros(len(rewards))
+    for agent in dict.fromkeys(agents.tolist()):
+        own = agents == agent
+        out[own] = grouped_advantage(
+            torch.from_numpy(rewards[own]),
+            torch.from_numpy(ids[own]),
+            mode=cfg.mode,
+            ddof=cfg.ddof,
+            eps=cfg.eps,
+        ).numpy()
+    return out
+
+
+def _sample(rollout: Rollout, stats: TokenStats, advantage: float, *, rewarded: bool) -> Sample:
+    before = len(rollout.prompt_ids)
+    mask = np.arange(before + len(rollout.token_ids)) >= before
+
+    def placed(values: np.ndarray) -> np.ndarray:
+        if len(values) != len(rollout.token_ids):
+            raise ValueError(f"{rollout.key}: {len(values)} values for {len(rollout.token_ids)} response tokens")
+        return np.pad(values, (before, 0)).astype(np.float32) if rewarded else np.zeros(len(mask), np.float32)
+
+    return Sample(
+        key=rollout.key,
+        token_ids=np.concatenate([rollout.prompt_ids, rollout.token_ids]).astype(np.int32),
+        mask=mask & rewarded,
+        rollout_logprobs=placed(rollout.logprobs),
+        policy_logprobs=placed(stats.logprobs),
+        reference_logprobs=None if stats.reference is None else placed(stats.reference),
+        advantage=advantage,
+    )

@@ -1,0 +1,210 @@
+"""An agent pairs a policy with an engine; the cohort's phases fan out over agents here and nowhere else.
+
+``rolling`` and ``learning`` own the hand-over of the GPUs: a GPU is never claimed by policy and engine at once.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.backends.cluster import Cluster, Placement, connect, place
+from megarl.backends.megatron.policy import MegatronPolicy
+from megarl.backends.protocols import Engine, Policy
+from megarl.backends.reference import ReferenceEngine, ReferencePolicy
+from megarl.backends.replay import ReplayEngine
+from megarl.backends.reshard import reshard
+from megarl.backends.vllm.engine import VllmEngine
+from megarl.chat import Chat, open_chat
+from megarl.config import RunConfig
+from megarl.deck import Seat
+from megarl.schedule import learning_rate
+from megarl.settings import AgentConfig, SamplingConfig
+from megarl.types import Metrics, Need, Prompt, Rollout, RolloutKey, Sample, Seed, TokenStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    """One member of the cohort. Only answers leave it."""
+
+    name: str
+    config: AgentConfig
+    chat: Chat
+    policy: Policy
+    engine: Engine
+    sampling: SamplingConfig
+    seat: Seat
+    kl_coef: float
+
+    def needs(self, asked: frozenset[Need]) -> frozenset[Need]:
+        """What to measure: what the method asks for, and the reference where this agent's loss has a KL term."""
+        return asked | {"reference"} if self.kl_coef > 0 else asked
+
+
+Agents = Mapping[str, Agent]
+
+
+def each[T](agents: Agents, fn: Callable[[Agent], T], seconds: Metrics | None = None, phase: str = "") -> dict[str, T]:
+    """``fn`` of every agent, all at once; the only concurrency of the driver. The first error (by agent order) is
+    raised once all have ended. Wall seconds go to ``seconds["agent/<name>/time/<phase>"]``.
+    """
+
+    def timed(agent: Agent) -> T:
+        start = time.perf_counter()
+        try:
+            return fn(agent)
+        finally:
+            if seconds is not None:
+                seconds[f"agent/{agent.name}/time/{phase}"] = (
+                    seconds.get(f"agent/{agent.name}/time/{phase}", 0.0) + time.perf_counter() - start
+                )
+
+    with ThreadPoolExecutor(max_workers=len(agents)) as pool:
+        futures = {name: pool.submit(timed, agent) for name, agent in agents.items()}
+    return {name: future.result() for name, future in futures.items()}
+
+
+@contextmanager
+def rolling(agents: Agents) -> Iterator[None]:
+    """GPUs belong to the engines."""
+
+    def begin(agent: Agent) -> None:
+        agent.policy.offload()
+        agent.engine.wake()
+
+    each(agents, begin)
+    yield
+    each(agents, lambda agent: agent.engine.sleep())
+
+
+@contextmanager
+def learning(agents: Agents) -> Iterator[None]:
+    """GPUs belong to the policies, up to and through the reshard that follows."""
+    each(agents, lambda agent: agent.policy.onload())
+    yield
+
+
+def generate(agents: Agents, prompts: Sequence[Prompt], seed: Seed, seconds: Metrics) -> list[Rollout]:
+    """Rollouts of all prompts, each by the agent it is addressed to."""
+
+    def ask(agent: Agent) -> list[Rollout]:
+        return agent.engine.generate([p for p in prompts if p.agent == agent.name], seed, agent.sampling)
+
+    answered = each(agents, ask, seconds, "generate")
+    return [rollout for name in agents for rollout in answered[name]]
+
+
+def measure(
+    agents: Agents, seen: Sequence[Rollout], needs: frozenset[Need], seconds: Metrics
+) -> dict[RolloutKey, TokenStats]:
+    """Every rollout under its own agent's present weights."""
+
+    def look(agent: Agent) -> dict[RolloutKey, TokenStats]:
+        return agent.policy.measure([r for r in seen if r.prompt.agent == agent.name], agent.needs(needs))
+
+    measured = each(agents, look, seconds, "measure")
+    return {key: stats for name in agents for key, stats in measured[name].items()}
+
+
+def update(
+    agents: Agents, samples: Sequence[Sample], cfg: RunConfig, step: int, seconds: Metrics
+) -> dict[str, Metrics]:
+    """One step of learning for every agent, on its own samples."""
+
+    def learn(agent: Agent) -> Metrics:
+        own = [sample for sample in samples if sample.key.agent == agent.name]
+        loss = cfg.loss.model_copy(update={"kl_coef": agent.kl_coef})
+        rates = learning_rates(agent.config, step, cfg)
+        return {**agent.policy.update(own, loss, cfg.batch, rates), "learning_rate": rates[-1]}
+
+    return each(agents, learn, seconds, "update")
+
+
+def learning_rates(agent: AgentConfig, step: int, cfg: RunConfig) -> list[float]:
+    """Rate of each optimizer step within ``step`` (0-based)."""
+    updates, optimizer = cfg.batch.updates_per_step, agent.optimizer
+    if optimizer.schedule.per == "step":
+        return [learning_rate(optimizer, step, cfg.steps)] * updates
+    return [learning_rate(optimizer, step * updates + k, cfg.steps * updates) for k in range(updates)]
+
+
+def reshard_all(agents: Agents, version: int, bucket_bytes: int, seconds: Metrics) -> dict[str, Metrics]:
+    """Every policy's weights into its own engine."""
+    return each(agents, lambda a: reshard(a.policy, a.engine, version, bucket_bytes), seconds, "reshard")
+
+
+@contextmanager
+def open_agents(cfg: RunConfig, run_dir: Path) -> Iterator[Agents]:
+    """Build the cohort, all agents side by side, on disjoint GPUs; tear all of it down at the end."""
+    with ExitStack() as stack:
+        cluster, placements = None, {}
+        chats = {name: open_chat(agent.model) for name, agent in cfg.agents.items()}
+        hosted = {name: agent for name, agent in cfg.agents.items() if _needs_cluster(agent)}
+        if hosted:
+            cluster = connect(cfg.cluster, run_dir)
+            stack.callback(cluster.close)
+            placements = place(
+                cluster,
+                {name: agent.slots for name, agent in hosted.items()},
+                one_node={name: max(agent.layout.tp, agent.engine.tp) for name, agent in hosted.items()},
+                timeout_s=cfg.cluster.start_timeout_s,
+            )
+
+        def build(name: str) -> Agent:
+            return _build(name, cfg, chats[name], cluster, placements.get(name), run_dir, stack)
+
+        with ThreadPoolExecutor(max_workers=len(cfg.agents)) as pool:
+            built = [pool.submit(build, name) for name in cfg.agents]
+        yield {future.result().name: future.result() for future in built}
+
+
+def _needs_cluster(agent: AgentConfig) -> bool:
+    return agent.backend == "megatron" or agent.engine.backend == "vllm"
+
+
+def _build(
+    name: str,
+    cfg: RunConfig,
+    chat: Chat,
+    cluster: Cluster | None,
+    placement: Placement | None,
+    run_dir: Path,
+    stack: ExitStack,
+) -> Agent:
+    agent = cfg.agents[name]
+    temperature, kl_coef = cfg.sampling.temperature, cfg.kl_coef(name)
+    policy: Policy
+    if agent.backend == "megatron":
+        policy = MegatronPolicy(name, agent, placement, temperature, kl_coef, cfg.megatron)
+    else:
+        policy = ReferencePolicy(agent, temperature=temperature, kl_coef=kl_coef)
+    stack.callback(policy.close)
+    engine = _build_engine(name, cfg, chat, cluster, placement)
+    stack.callback(engine.close)
+    return Agent(
+        name=name,
+        config=agent,
+        chat=chat,
+        policy=policy,
+        engine=engine,
+        sampling=cfg.sampling_of(name),
+        seat=Seat(view=agent.view, n=cfg.samples(name)),
+        kl_coef=kl_coef,
+    )
+
+
+def _build_engine(
+    name: str, cfg: RunConfig, chat: Chat, cluster: Cluster | None, placement: Placement | None
+) -> Engine:
+    agent = cfg.agents[name]
+    match agent.engine.backend:
+        case "vllm":
+            longest = cfg.data.max_prompt_tokens + cfg.sampling_of(name).max_tokens
+            return VllmEngine(name, agent, placement, chat, longest, cfg.vllm)
+        case "reference":
+            return ReferenceEngine(agent, chat)
+        case "replay":
+            assert agent.engine.replay is not None
+            return ReplayEngine(name, Path(agent.engine.replay))

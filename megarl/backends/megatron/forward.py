@@ -1,0 +1,111 @@
+"""Packed microbatches through the pipeline schedule: logprobs out, or a loss and its gradients.
+
+Axes: T tokens of a pack, T / cp of them on this rank.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megarl.backends.megatron.model import Model
+from megarl.backends.megatron.order import Order, context_rows
+from megarl.backends.megatron.spec import Packed
+from megarl.loss import TokenBatch
+from megarl.types import Microbatch
+from megarl_kernels import LogprobOutput, vocab_parallel_logprob
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """A microbatch as this rank sees it."""
+
+    batch: TokenBatch  # its T / cp tokens
+    params: Packed
+
+    @classmethod
+    def of(cls, microbatch: Microbatch, model: Model, device: torch.device) -> "Pack":
+        cp = model.groups.cp
+        cu_seqlens = torch.tensor(microbatch.cu_seqlens, dtype=torch.int32, device=device)
+        longest = int(np.diff(microbatch.cu_seqlens).max())
+        rows = torch.from_numpy(context_rows(microbatch.cu_seqlens, cp.size(), cp.rank())).to(device)
+        params = Packed(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=cu_seqlens,
+            cu_seqlens_kv_padded=cu_seqlens,
+            # the true maximum: rotary embeddings of exactly as many positions as the pack has tokens are taken as
+            # positions in the pack (rope_utils.py, _apply_rotary_pos_emb_thd)
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            order=Order.of(microbatch.cu_seqlens, cp.size(), cp.rank(), device),
+        )
+        return cls(batch=TokenBatch.of(microbatch, device).at(rows), params=params)
+
+
+Consume = Callable[[LogprobOutput, TokenBatch], tuple[torch.Tensor, Any]]
+
+
+def run(
+    model: Model,
+    packs: Sequence[Pack],
+    consume: Consume,
+    *,
+    temperature: float,
+    stats: Sequence[str],
+    train: bool,
+) -> list[Any]:
+    """What ``consume`` returns beside the loss, per microbatch; empty on all pipeline stages but the last.
+
+    ``consume`` gets the logprobs of each response token (0 elsewhere). With ``train`` its loss is differentiated and
+    gradients are summed over microbatches, data- and context-parallel ranks, with no division anywhere.
+    """
+    groups, config = model.groups, model.config
+    tp = groups.tp if groups.tp.size() > 1 else None
+
+    def take(pack: Pack, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        batch = pack.batch
+        output = vocab_parallel_logprob(
+            logits[0],
+            torch.where(batch.mask, batch.labels, IGNORED),
+            vocab_size=model.vocab_size,
+            tp_group=tp,
+            temperature=temperature,
+            ignore_index=IGNORED,
+            stats=stats,
+        )
+        loss, kept = consume(output, batch)
+        return loss, torch.zeros((), dtype=torch.int, device=logits.device), kept
+
+    def step(iterator: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+        pack: Pack = next(iterator)
+        out = chunk(
+            input_ids=pack.batch.token_ids[None],
+            position_ids=pack.batch.positions[None],
+            attention_mask=None,
+            packed_seq_params=pack.params,
+        )
+        return out, partial(take, pack)
+
+    pipeline = {} if groups.pp.size() == 1 else {"p2p_communicator": P2PCommunicator(groups.pp, config)}
+    schedule = get_forward_backward_func(pp_size=groups.pp.size(), vp_size=None)
+    with torch.set_grad_enabled(train):
+        return schedule(
+            forward_step_func=step,
+            data_iterator=iter(packs),
+            model=[model.chunk],
+            num_microbatches=len(packs),
+            seq_length=1,  # told per microbatch (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=not train,
+            pg_collection=groups,
+            **pipeline,
+        )

@@ -1,0 +1,328 @@
+"""Building a policy: the only file that makes a Megatron model, its process groups and its optimizer.
+
+Sizes and weights come from a Hugging Face directory through Megatron-Bridge; layout, precision and everything about
+the run come from megarl's configuration; ``megatron:`` overrides fields of the real provider class last.
+"""
+
+import dataclasses
+import difflib
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from megarl.backends.megatron import patches
+from megarl.backends.megatron.spec import choose_layer_spec, local_block_spec
+from megarl.settings import AgentConfig, LayoutConfig, OptimizerConfig
+
+log = logging.getLogger(__name__)
+
+FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
+# provider fields that other settings own
+OWNED = {
+    "tensor_model_parallel_size": "layout.tp",
+    "pipeline_model_parallel_size": "layout.pp",
+    "context_parallel_size": "layout.cp",
+    "sequence_parallel": "layout.sp",
+    "virtual_pipeline_model_parallel_size": "nothing: one model chunk per stage",
+    "params_dtype": "dtype",
+    "bf16": "dtype",
+    "fp16": "dtype",
+    "calculate_per_token_loss": "nothing: gradients are plain sums",
+    "variable_seq_lengths": "nothing: microbatches are packed",
+    "vocab_size": "the model's config.json",
+}
+
+
+def process_groups(layout: LayoutConfig, seed: int = 0) -> ProcessGroupCollection:
+    """Megatron's groups over the initialized default group; every later call gets them as an argument."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Model:
+    """One rank's part of a policy."""
+
+    bridge: Any  # megatron.bridge.AutoBridge
+    config: Any  # the provider, a TransformerConfig
+    chunk: DistributedDataParallel
+    groups: ProcessGroupCollection
+    dtype: torch.dtype
+    vocab_size: int  # true, without padding
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return list(self.chunk.parameters())
+
+    def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, whole tensor) on every rank; all ranks must take the same number of steps.
+
+        Vocabulary padding is cut off and a tied head comes once, as the embedding.
+        """
+        tied = self.config.share_embeddings_and_output_weights
+        for name, tensor in self.bridge.export_hf_weights([self.chunk], cpu=False, show_progress=False):
+            if tied and name == "lm_head.weight":
+                continue
+            yield name, tensor[: self.vocab_size] if name in VOCABULARY_ROWS else tensor
+
+
+def build_model(
+    agent: AgentConfig, groups: ProcessGroupCollection, device: torch.device, overrides: Mapping[str, object]
+) -> Model:
+    """The agent's model with its weights loaded. Raises ValueError for what it cannot train faithfully."""
+    auto_bridge = patches.import_bridge()
+    dtype = getattr(torch, agent.dtype)
+    bridge = auto_bridge.from_hf_pretrained(agent.model, torch_dtype=dtype)
+    hf = bridge.hf_pretrained.config
+    check_model(hf, agent.layout)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    spec, reason = choose_layer_spec()
+    if groups.dp_cp.rank() == 0 and groups.mp.rank() == 0:
+        log.info("layer modules: %s, because %s", getattr(spec, "__name__", spec), reason)
+    settings = _settings(hf, agent.layout, dtype, device)
+    if spec is local_block_spec:
+        settings |= _without_fused_kernels(device)
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    provider.transformer_layer_spec = spec
+    apply_overrides(provider, overrides)
+    provider.finalize()
+    # after finalize(), which refuses it together with the default token dispatcher even in a model without experts
+    provider.variable_seq_lengths = agent.layout.pp > 1
+    provider._pg_collection = groups
+    provider.finalize_model_grads_func = _sum_gradients
+    inner = provider.provide(pre_process=groups.pp.rank() == 0, post_process=groups.pp.rank() == groups.pp.size() - 1)
+    check_rope(hf, inner.rotary_pos_emb.inv_freq, provider.seq_len_interpolation_factor)
+    bridge.load_hf_weights([inner])
+    wrapped = Float16Module(provider, inner.to(device)) if provider.bf16 else inner.to(device)
+    chunk = DistributedDataParallel(
+        config=provider,
+        ddp_config=DistributedDataParallelConfig(
+            use_distributed_optimizer=agent.optimizer.name == "adam",
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+        ),
+        module=wrapped,
+        pg_collection=groups,
+    )
+    return Model(
+        bridge=bridge, config=provider, chunk=chunk, groups=groups, dtype=dtype, vocab_size=int(provider.vocab_size)
+    )
+
+
+def _settings(hf: PretrainedConfig, layout: LayoutConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
+        "sequence_parallel": layout.sp and layout.tp > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": False,
+        "attention_softmax_in_fp32": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "perform_initialization": False,  # the weights are loaded
+        "use_cpu_initialization": device.type == "cpu",
+        # the loss carries global denominators already: no division by tokens, microbatches or ranks
+        "calculate_per_token_loss": True,
+        "batch_p2p_comm": True,
+        # Bridge cannot pad where tp is 1, so the padding is the least that tp allows
+        "make_vocab_size_divisible_by": 1,
+        "should_pad_vocab": True,
+        **_stages(hf.num_hidden_layers, layout.pp),
+    }
+
+
+def _stages(layers: int, pp: int) -> dict[str, int]:
+    """Layers per pipeline stage: equal where possible, else the last stage, which has the head too, gets fewer."""
+    if layers % pp == 0:
+        return {}
+    last = layers - math.ceil(layers / pp) * (pp - 1)
+    if last < 1:
+        raise ValueError(f"layout.pp={pp} is too many stages for {layers} layers")
+    return {"num_layers_in_last_pipeline_stage": last}
+
+
+def _without_fused_kernels(device: torch.device) -> dict[str, bool]:
+    """Switches of kernels that belong to TransformerEngine, apex or CUDA extensions."""
+    return dict.fromkeys(
+        (
+            "apply_rope_fusion",
+            "bias_activation_fusion",
+            "bias_dropout_fusion",
+            "gradient_accumulation_fusion",
+            "masked_softmax_fusion",
+            "persist_layer_norm",
+        ),
+        False,
+    )
+
+
+def apply_overrides(provider: Any, overrides: Mapping[str, object]) -> None:
+    """Set the ``megatron:`` fields. Raises ValueError for a field that does not exist or that megarl owns."""
+    known = {field.name for field in dataclasses.fields(provider) if not field.name.startswith("_")}
+    for name, value in overrides.items():
+        if name in OWNED:
+            raise ValueError(f"megatron.{name} is not free: it is set by {OWNED[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"megatron.{name}: {type(provider).__name__} has no such field{hint}")
+        setattr(provider, name, value)
+
+
+def check_model(hf: PretrainedConfig, layout: LayoutConfig) -> None:
+    """Raise ValueError where the model is of no supported family, has features the layers lack, or does not divide."""
+    architecture = (hf.architectures or ["?"])[0]
+    if architecture not in FAMILIES:
+        raise ValueError(f"model architecture {architecture} is not one of {', '.join(FAMILIES)}")
+    values = hf.to_dict()
+    if values.get("use_sliding_window"):
+        raise ValueError("use_sliding_window=true: sliding-window attention is not supported")
+    if architecture == "LlamaForCausalLM" and (values.get("attention_bias") or values.get("mlp_bias")):
+        raise ValueError("attention_bias or mlp_bias of a Llama model: Bridge does not load these biases")
+    if architecture == "Qwen3ForCausalLM" and values.get("attention_bias"):
+        raise ValueError("attention_bias of a Qwen3 model: Bridge does not load these biases")
+    tp, heads, groups = layout.tp, hf.num_attention_heads, hf.num_key_value_heads
+    if heads % tp or hf.intermediate_size % tp or (groups % tp and tp % groups):
+        raise ValueError(
+            f"layout.tp={tp} does not divide the model: {heads} heads, {groups} key/value heads, "
+            f"intermediate size {hf.intermediate_size}"
+        )
+
+
+def check_rope(hf: PretrainedConfig, inverse_frequencies: torch.Tensor, interpolation: float | None) -> None:
+    """Raise ValueError unless Megatron's rotary frequencies are those of transformers.
+
+    Bridge carries the base and a scaling factor over and leaves the rest to constants (Llama 3: 8192 positions, factors
+    1 and 4), so a config with other values would train another model without a word.
+    """
+    theirs = LlamaRotaryEmbedding(hf)
+    ours = inverse_frequencies.double().cpu().numpy() / (interpolation or 1.0)
+    wanted = theirs.inv_freq.double().cpu().numpy()
+    if theirs.attention_scaling == 1.0 and ours.shape == wanted.shape and np.allclose(ours, wanted, rtol=1e-5, atol=0):
+        return
+    raise ValueError(
+        f"rope_parameters={hf.rope_parameters}: Megatron would rotate with other frequencies "
+        f"(lowest {ours[-1]:.6g}, transformers {wanted[-1]:.6g})"
+    )
+
+
+def _sum_gradients(model: list, num_tokens: torch.Tensor | None, **groups: Any) -> None:
+    """Megatron's gradient reductions without its division by tokens."""
+    finalize_model_grads(model, None, **groups)
+
+
+class Optimizer:
+    """Megatron's optimizer, stepping by a learning rate given per step; a non-finite gradient steps nothing."""
+
+    def __init__(self, cfg: OptimizerConfig, model: Model) -> None:
+        if cfg.name == "sgd" and model.dtype != torch.float32:
+            raise ValueError("optimizer.name=sgd has no float32 copy of the weights: it needs dtype=float32")
+        patches.keep_adam_step()
+        self.cfg = cfg
+        self._model = model
+        self.inner: MegatronOptimizer = get_megatron_optimizer(
+            CoreOptimizerConfig(
+                optimizer=cfg.name,
+                lr=cfg.lr,
+                weight_decay=cfg.weight_decay,
+                adam_beta1=cfg.betas[0],
+                adam_beta2=cfg.betas[1],
+                adam_eps=cfg.eps,
+                sgd_momentum=0.0,
+                clip_grad=0.0,  # clipped below, after the check for non-finite gradients
+                bf16=model.dtype == torch.bfloat16,
+                params_dtype=model.dtype,
+                use_distributed_optimizer=cfg.name == "adam",
+            ),
+            [model.chunk],
+            use_gloo_process_groups=False,
+            pg_collection=model.groups,
+        )
+        self._start_adam()
+
+    def torch_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [o.optimizer for o in self.inner.chained_optimizers if o.optimizer is not None]
+
+    def _start_adam(self) -> None:
+        """Give torch's Adam its state now: megatron-core cannot write or read a checkpoint of one that never stepped
+        (distrib_optimizer.py 839).
+        """
+        for optimizer in self.torch_optimizers():
+            if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+                for group in optimizer.param_groups:
+                    for p in group["params"]:
+                        optimizer.state[p] = {
+                            "step": torch.tensor(0.0),
+                            "exp_avg": torch.zeros_like(p),
+                            "exp_avg_sq": torch.zeros_like(p),
+                        }
+
+    def own_steps(self) -> None:
+        """After loading: megatron-core gives all parameters one ``step`` tensor, which torch's Adam then advances once
+        per parameter (distrib_optimizer.py 1015); each gets its own again.
+        """
+        for optimizer in self.torch_optimizers():
+            for state in optimizer.state.values():
+                if "step" in state and isinstance(state["step"], torch.Tensor):
+                    state["step"] = state["step"].clone()
+
+    def to_host(self) -> None:
+        """Move state and float32 weights to host memory; views of the model's own parameters go with the model."""
+        for holder in self._held():
+            holder.data = holder.data.cpu()
+
+    def to_device(self, device: torch.device) -> None:
+        for holder in self._held():
+            holder.data = holder.data.to(device)
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        model_memory = {p.untyped_storage().data_ptr() for p in self._model.parameters()}
+        for optimizer in self.torch_optimizers():
+            for state in optimizer.state.values():
+                yield from (v for v in state.values() if isinstance(v, torch.Tensor) and v.dim() > 0)
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = None
+                    if p.untyped_storage().data_ptr() not in model_memory:
+                        yield p
+
+    def step(self, lr: float) -> tuple[float, bool]:
+        """(gradient norm before clipping, whether the weights moved)."""
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.cfg.weight_decay * group["wd_mult"]
+        overflow = self.inner.prepare_grads()
+        norm = float(self.inner.get_grad_norm())
+        if overflow or not math.isfinite(norm):
+            return norm, False
+        if self.cfg.clip_grad > 0:
+            for part in self.inner.chained_optimizers:
+                clip_grads.clip_grad_by_total_norm_fp32(part.get_parameters(), self.cfg.clip_grad, norm)
+        return norm, bool(self.inner.step_with_ready_grads())

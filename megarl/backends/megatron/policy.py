@@ -1,0 +1,174 @@
+"""The driver's handle on a Megatron policy: packs, sends, puts results back to their rollouts.
+
+Nothing here imports Megatron: the driver stays light.
+"""
+
+import itertools
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megarl import packing
+from megarl.backends.megatron.order import context_rows
+from megarl.backends.megatron.records import Coordinates, UpdateResult
+from megarl.backends.protocols import WeightBucket
+from megarl.loss import summarize
+from megarl.settings import AgentConfig, BatchConfig, LossConfig
+from megarl.types import Metrics, Microbatch, Need, Rollout, RolloutKey, Sample, TokenStats
+
+
+class Ranks(Protocol):
+    """What the policy needs of a worker group: calls on all ranks at once, results in rank order."""
+
+    def call_all(self, method: str, *args: Any) -> list[Any]: ...
+    def call_each(self, method: str, args_per_rank: Sequence[tuple[Any, ...]]) -> list[Any]: ...
+    def close(self) -> None: ...
+
+
+def make_worker(**kwargs: Any) -> Any:
+    """A ``MegatronWorker``, in the process that is to be a rank: for a worker group in place of the class."""
+    from megarl.backends.megatron.worker import MegatronWorker
+
+    return MegatronWorker(**kwargs)
+
+
+class MegatronPolicy:
+    """A ``Policy`` whose ranks are ``make_worker`` processes of ``agent.layout``.
+
+    ``writers`` are the ranks that write exported weights: one per node that hosts the policy. ``bucket_dir`` is where;
+    None: shared memory where it has room, else the temporary directory.
+    """
+
+    def __init__(
+        self,
+        agent: AgentConfig,
+        ranks: Ranks,
+        *,
+        tokens_per_microbatch: int,
+        writers: Sequence[int] = (0,),
+        bucket_dir: Path | None = None,
+    ) -> None:
+        self.version = 0
+        self._agent = agent
+        self._layout = agent.layout
+        self._ranks = ranks
+        self._tokens = tokens_per_microbatch
+        self._writers = frozenset(writers)
+        self._bucket_dir = bucket_dir
+        self._places: list[Coordinates] = ranks.call_all("coordinates")
+
+    def measure(self, rollouts: Sequence[Rollout], needs: frozenset[Need]) -> dict[RolloutKey, TokenStats]:
+        """Statistics of every rollout's response tokens under the present weights; {} for no rollouts."""
+        if not rollouts:
+            return {}
+        shards = self._pack(packing.from_rollouts(rollouts), self._tokens)
+        answers = self._ranks.call_each("measure", self._per_rank([(shard, needs) for shard in shards]))
+        found: dict[int, dict[str, np.ndarray]] = {}
+        for dp, shard in enumerate(shards):
+            parts = [(p.cp, a) for p, a in zip(self._places, answers, strict=True) if a and p.dp == dp]
+            for name in parts[0][1][0]:
+                values = [self._joined(m, [(cp, part[i][name]) for cp, part in parts]) for i, m in enumerate(shard)]
+                for index, value in packing.unpack(shard, values).items():
+                    found.setdefault(index, {})[name] = value
+        return {r.key: TokenStats(**found[i]) for i, r in enumerate(rollouts)}
+
+    def update(
+        self, samples: Sequence[Sample], loss: LossConfig, batch: BatchConfig, learning_rates: Sequence[float]
+    ) -> Metrics:
+        """One optimizer step per learning rate over equal parts of the samples; metrics averaged over the steps taken.
+
+        ``skipped_steps`` counts steps whose gradient was not finite: the weights did not move. ``tokens`` and
+        ``microbatches`` (per rank) are sums. An empty part takes no step.
+        """
+        reports = []
+        for part, lr in zip(packing.minibatches(samples, len(learning_rates)), learning_rates, strict=True):
+            if part:
+                reports.append(self._step(part, loss, batch, lr))
+        self.version += 1
+        if not reports:
+            return {"tokens": 0.0, "microbatches": 0.0, "skipped_steps": 0.0}
+        totals = {"tokens", "microbatches", "skipped_steps"}
+        return {name: sum(r[name] for r in reports) / (1 if name in totals else len(reports)) for name in reports[0]}
+
+    def _step(self, part: Sequence[Sample], loss: LossConfig, batch: BatchConfig, lr: float) -> Metrics:
+        shards = self._pack(part, batch.tokens_per_microbatch)
+        tokens, sequences = packing.response_tokens(part), packing.num_sequences(part)
+        kl_coef = loss.kl_coef if self._agent.kl_coef is None else self._agent.kl_coef
+        results: list[UpdateResult] = self._ranks.call_each(
+            "update", self._per_rank([(shard, loss, tokens, sequences, lr, kl_coef) for shard in shards])
+        )
+        told = [r.sums for r in results if r.sums]
+        sums = {name: sum(one[name] for one in told) for name in told[0]}
+        return summarize(sums) | {
+            "grad_norm": results[0].grad_norm,
+            "skipped_steps": 0.0 if results[0].applied else 1.0,
+            "tokens": float(tokens),
+            "microbatches": float(len(shards[0])),
+        }
+
+    def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """All weights under their Hugging Face names, bucket by bucket; a bucket's file goes when the next is asked."""
+        directory = self._bucket_dir or _bucket_directory(bucket_bytes)
+        stem = f"megarl-{uuid.uuid4().hex}"
+        self._ranks.call_all("begin_export")
+        for count in itertools.count():
+            path = directory / f"{stem}-{count}.safetensors"
+            writes = [(str(path), bucket_bytes, rank in self._writers) for rank in range(self._layout.world)]
+            names, nbytes = self._ranks.call_each("next_bucket", writes)[0]
+            if not names:
+                return
+            try:
+                yield WeightBucket(path=path, names=names, nbytes=nbytes)
+            finally:
+                self._ranks.call_all("remove", str(path))
+
+    def save(self, path: Path) -> None:
+        """Weights, optimizer and version into ``path``, a directory (made if missing) that all ranks can write to."""
+        path.mkdir(parents=True, exist_ok=True)
+        self._ranks.call_all("save", str(path), self.version)
+
+    def load(self, path: Path) -> None:
+        """What was saved, also by another layout."""
+        self.version = self._ranks.call_all("load", str(path))[0]
+
+    def onload(self) -> None:
+        self._ranks.call_all("onload")
+
+    def offload(self) -> None:
+        self._ranks.call_all("offload")
+
+    def close(self) -> None:
+        self._ranks.close()
+
+    def _pack(self, samples: Sequence[Sample], tokens: int) -> list[list[Microbatch]]:
+        layout = self._layout
+        return packing.pack(
+            samples,
+            dp=layout.dp,
+            tokens_per_microbatch=tokens,
+            sequence_multiple=layout.sequence_multiple,
+            total_multiple=layout.total_multiple,
+        )
+
+    def _per_rank(self, per_dp: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """The arguments of each rank; ranks that share a data-parallel rank share the tuple, so it travels once."""
+        return [per_dp[place.dp] for place in self._places]
+
+    def _joined(self, microbatch: Microbatch, parts: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
+        """float32[T] from the slices of all context-parallel ranks."""
+        whole = np.empty(microbatch.tokens, np.float32)
+        for cp, part in parts:
+            whole[context_rows(microbatch.cu_seqlens, self._layout.cp, cp)] = part
+        return whole
+
+
+def _bucket_directory(bucket_bytes: int) -> Path:
+    shared = Path("/dev/shm")
+    if shared.is_dir() and shutil.disk_usage(shared).free > 2 * bucket_bytes:
+        return shared
+    return Path(tempfile.gettempdir())

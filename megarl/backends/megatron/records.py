@@ -1,0 +1,20 @@
+"""What a rank tells the driver; apart from the worker, so that the driver can read it without importing Megatron."""
+
+from typing import NamedTuple
+
+
+class Coordinates(NamedTuple):
+    """A rank's place in its agent's layout."""
+
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+
+
+class UpdateResult(NamedTuple):
+    """One optimizer step as a rank saw it."""
+
+    sums: dict[str, float]  # loss metrics added up over this rank's tokens; empty where it computes no loss
+    grad_norm: float  # before clipping
+    applied: bool  # false: the gradient was not finite and the weights did not move

@@ -1,0 +1,22 @@
+"""A policy's weights into its engine, under their Hugging Face names, bucket by bucket."""
+
+import time
+
+from megarl.backends.protocols import Engine, Policy
+from megarl.types import Metrics
+
+
+def reshard(policy: Policy, engine: Engine, version: int, bucket_bytes: int) -> Metrics:
+    """Give the engine the policy's present weights and stamp them ``version``.
+
+    Returns seconds, bytes and buckets. Where it raises, the engine refuses to generate until a refit has succeeded.
+    """
+    started = time.perf_counter()
+    nbytes = buckets = 0
+    engine.begin_refit()
+    for bucket in policy.weights(bucket_bytes):
+        engine.load_weights(bucket)
+        nbytes += bucket.nbytes
+        buckets += 1
+    engine.finish_refit(version)
+    return {"seconds": time.perf_counter() - started, "bytes": float(nbytes), "buckets": float(buckets)}

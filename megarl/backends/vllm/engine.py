@@ -1,0 +1,173 @@
+"""The driver's handle on an agent's vLLM engine: its replicas, their share of the work, and their phases."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from megarl.backends.cluster import Placement, WorkerGroup, WorkerLost
+from megarl.backends.protocols import WeightBucket
+from megarl.backends.vllm.worker import Request, Response, VllmWorker, process_env
+from megarl.chat import Chat
+from megarl.settings import AgentConfig, SamplingConfig
+from megarl.types import Prompt, Rollout, RolloutKey, Seed
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+class VllmEngine:
+    """An ``Engine`` of one vLLM actor per replica, on the agent's own slots.
+
+    Phases: born awake without weights; ``begin_refit`` .. ``finish_refit`` give it weights, awake or asleep; ``sleep``
+    drops them, so that a refit must come before the next ``wake``. Anything else raises RuntimeError.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        agent: AgentConfig,
+        placement: Placement,
+        chat: Chat,
+        max_model_len: int,
+        overrides: Mapping[str, Any],
+    ) -> None:
+        """``max_model_len``: longest prompt plus response, in tokens. ``overrides``: native engine arguments."""
+        self.version = -1
+        self._name = name
+        self._chat = chat
+        self._max_model_len = max_model_len
+        self._stream = None if agent.seed is None else str(agent.seed)
+        self._cuda = placement.cluster.device == "cuda"
+        self._fresh = False  # holds the weights that ``version`` names
+        self._asleep = False
+        self._refitting = False
+        log.info("%s: responses end with token ids %s", name, list(chat.stop_ids))
+        kwargs = {
+            "model": agent.model,
+            "dtype": agent.dtype,
+            "device": placement.cluster.device,
+            "config": agent.engine,
+            "max_model_len": max_model_len,
+            "stop_ids": chat.stop_ids,
+            "overrides": dict(overrides),
+        }
+        self._workers = WorkerGroup(
+            placement,
+            f"{name}/engine",
+            VllmWorker,
+            [kwargs] * agent.replicas,
+            slots_per_rank=agent.engine.tp,
+            env=process_env(),
+            owns_slots=False,
+        )
+
+    def generate(self, prompts: Sequence[Prompt], seed: Seed, sampling: SamplingConfig) -> list[Rollout]:
+        """``n`` rollouts of every prompt, in prompt order then index order; one seed each, so that neither the order of
+        the prompts nor the number of replicas matters."""
+        self._require(not self._refitting, "generate in the middle of a refit")
+        self._require(self._fresh, "generate without weights: a refit comes first")
+        self._require(not self._asleep, "generate while asleep: wake it first")
+        wanted: list[tuple[Prompt, int]] = []
+        requests: list[Request] = []
+        for prompt in prompts:
+            ids = self._render(prompt, sampling.max_tokens)
+            for index in range(prompt.n):
+                key = RolloutKey(prompt.agent, prompt.uid, prompt.role, prompt.parent, index)
+                wanted.append((prompt, index))
+                requests.append(Request(ids, seed.sample(key, self._stream)))
+        shares = split(requests, self._workers.world)
+        answered = self._workers.call_each("generate", [(share, sampling) for share in shares])
+        responses = [response for share in answered for response in share]
+        return [
+            self._rollout(prompt, index, request, response)
+            for (prompt, index), request, response in zip(wanted, requests, responses, strict=True)
+        ]
+
+    def begin_refit(self) -> None:
+        """Start anew, also after a refit that failed; asleep on a GPU, take back the memory of the weights only."""
+        if self._asleep and self._cuda and not (self._fresh or self._refitting):
+            self._workers.call_all("wake", "weights")
+        self._fresh = False
+        self._refitting = True
+        self._workers.call_all("begin_refit")
+
+    def load_weights(self, bucket: WeightBucket) -> None:
+        self._require(self._refitting, "load_weights without begin_refit")
+        self._workers.call_all("load_weights", bucket.path, bucket.names)
+
+    def finish_refit(self, version: int) -> None:
+        """Raise ValueError unless every weight has come; drop cached prefixes; stamp the version."""
+        self._require(self._refitting, "finish_refit without begin_refit")
+        self._workers.call_all("finish_refit")
+        self._refitting = False
+        self._fresh = True
+        self.version = version
+
+    def wake(self) -> None:
+        """Ready to generate; nothing to do where it is awake."""
+        self._require(not self._refitting, "wake in the middle of a refit")
+        if not self._asleep:
+            return
+        self._require(self._fresh, "wake without weights: sleeping dropped them, a refit comes first")
+        if self._cuda:
+            self._workers.call_all("wake", "kv_cache")
+        self._asleep = False
+
+    def sleep(self) -> None:
+        """Free the GPU, weights included (vLLM's level 2); on CPU only the bookkeeping."""
+        self._require(not self._refitting, "sleep in the middle of a refit")
+        if self._asleep and not self._fresh:
+            return
+        if self._cuda:
+            self._workers.call_all("sleep")
+        self._asleep = True
+        self._fresh = False
+
+    def close(self) -> None:
+        """End the replicas and vLLM's processes below them."""
+        try:
+            self._workers.call_all("close", timeout_s=CLOSE_TIMEOUT_S)
+        except (WorkerLost, TimeoutError) as error:
+            log.warning("%s: engine did not shut down in order: %s", self._name, error)
+        self._workers.close()
+
+    def _require(self, condition: bool, broken: str) -> None:
+        if not condition:
+            raise RuntimeError(f"{self._name}: {broken}")
+
+    def _render(self, prompt: Prompt, max_tokens: int) -> np.ndarray:
+        ids = self._chat.render(prompt.messages)
+        if len(ids) + max_tokens > self._max_model_len:
+            raise ValueError(
+                f"{self._name}: prompt {prompt.uid} of {len(ids)} tokens and max_tokens={max_tokens} exceed the "
+                f"engine's {self._max_model_len} tokens"
+            )
+        if len(ids) == 0 or int(ids.max()) >= self._chat.vocab_size:
+            raise ValueError(
+                f"{self._name}: prompt {prompt.uid} is empty or has ids of another vocabulary "
+                f"(this one ends at {self._chat.vocab_size})"
+            )
+        return ids
+
+    def _rollout(self, prompt: Prompt, index: int, request: Request, response: Response) -> Rollout:
+        return Rollout(
+            prompt=prompt,
+            index=index,
+            prompt_ids=request.prompt_ids,
+            token_ids=response.token_ids,
+            logprobs=response.logprobs,
+            text=self._chat.decode(response.token_ids),
+            stop=response.stop,
+            version=self.version,
+        )
+
+
+def split(requests: Sequence[Request], replicas: int) -> list[list[Request]]:
+    """Contiguous shares, sizes differing by at most one: a prompt's rollouts mostly meet in one prefix cache."""
+    base, extra = divmod(len(requests), replicas)
+    cuts = [rank * base + min(rank, extra) for rank in range(replicas + 1)]
+    return [list(requests[start:stop]) for start, stop in pairwise(cuts)]

@@ -1,0 +1,251 @@
+"""The actor's side of a vLLM engine: one replica, tensor-parallel inside."""
+
+import dataclasses
+import difflib
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.settings import EngineConfig, SamplingConfig
+from megarl.types import Stop
+
+# Engine arguments that megarl's own configuration decides; a `vllm:` override of one would contradict it.
+OWNED_ARGS = {
+    "model": "agents.<name>.model",
+    "dtype": "agents.<name>.dtype",
+    "tensor_parallel_size": "agents.<name>.engine.tp",
+    "max_num_seqs": "agents.<name>.engine.max_sequences",
+    "gpu_memory_utilization": "agents.<name>.engine.memory_share",
+    "kv_cache_memory_bytes": "agents.<name>.engine.kv_cache_gib",
+    "max_model_len": "the prompt limit and sampling.max_tokens",
+    "seed": "seed",
+    "generation_config": "sampling",
+    "override_generation_config": "sampling",
+    "logprobs_mode": "nothing: logprobs are those of the sampling distribution",
+    "load_format": "nothing: weights come from the policy",
+    "worker_extension_cls": "nothing: it loads weights",
+    "distributed_executor_backend": "nothing: a replica is one actor",
+    "skip_tokenizer_init": "nothing: token ids go in and out",
+    "enable_sleep_mode": "nothing: it follows the device",
+}
+STOPS: dict[str, Stop] = {"stop": "end", "length": "length", "abort": "abort"}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One rollout to draw."""
+
+    prompt_ids: np.ndarray  # int32[Lp]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What was drawn, the end token included."""
+
+    token_ids: np.ndarray  # int32[Lc]
+    logprobs: np.ndarray  # float32[Lc]
+    stop: Stop
+
+
+class VllmWorker:
+    """One vLLM engine. It starts with dummy weights: nothing may be sampled before a refit, so none are read twice."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        dtype: str,
+        device: str,
+        config: EngineConfig,
+        max_model_len: int,
+        stop_ids: tuple[int, ...],
+        overrides: Mapping[str, Any],
+    ) -> None:
+        from vllm import LLM  # here, since the driver imports this file: vllm takes seconds and sets up a platform
+
+        self._stop_ids = list(stop_ids)
+        self._expected = checkpoint_names(model)
+        self._received: set[str] | None = None  # names that came in the refit under way; None: none under way
+        self._llm = LLM(
+            **engine_args(
+                model=model,
+                dtype=dtype,
+                device=device,
+                config=config,
+                max_model_len=max_model_len,
+                overrides=overrides,
+            )
+        )
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
+        """One response per request, in order; every request draws from its own seed."""
+        from vllm import SamplingParams, TokensPrompt
+
+        if not requests:
+            return []
+        params = [
+            SamplingParams(
+                n=1,
+                seed=request.seed,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_tokens,
+                logprobs=0,  # the sampled token's alone
+                ignore_eos=True,  # the stop ids are all there is: nothing is taken from the model's own files
+                stop_token_ids=self._stop_ids,
+                detokenize=False,
+            )
+            for request in requests
+        ]
+        prompts = [TokensPrompt(prompt_token_ids=request.prompt_ids.tolist()) for request in requests]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return [_response(output.outputs[0]) for output in outputs]
+
+    def begin_refit(self) -> None:
+        if self._received is not None:  # the last refit was given up half-way
+            self._llm.collective_rpc("megarl_finish_reload")
+        self._received = set()
+        self._llm.collective_rpc("megarl_begin_reload")
+
+    def load_weights(self, path: Path, names: Sequence[str]) -> None:
+        """Take one bucket. Raises ValueError for a tensor that the model does not have, or that came before."""
+        assert self._received is not None, "load_weights outside begin_refit and finish_refit"
+        unknown = sorted(set(names) - self._expected)
+        if unknown:
+            raise ValueError(f"{path}: the engine's model has no weight {_some(unknown)}")
+        again = sorted(self._received.intersection(names))
+        if again:
+            raise ValueError(f"{path}: weight {_some(again)} came twice in one refit")
+        self._llm.collective_rpc("megarl_load_file", args=(str(path), list(names)))
+        self._received.update(names)
+
+    def finish_refit(self) -> None:
+        """Put the model together again and drop cached prefixes. Raises ValueError where a weight never came."""
+        assert self._received is not None, "finish_refit without begin_refit"
+        missing = sorted(self._expected - self._received)
+        self._received = None
+        self._llm.collective_rpc("megarl_finish_reload")
+        if missing:
+            raise ValueError(
+                f"{len(missing)} of {len(self._expected)} weights never came in the refit: {_some(missing)}"
+            )
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache: requests are still running")
+
+    def sleep(self) -> None:
+        """Free the GPU; weights are dropped, not kept in host memory, since a refit follows."""
+        self._llm.sleep(level=2)
+
+    def wake(self, part: str) -> None:
+        """Take memory again for ``weights`` or ``kv_cache``."""
+        self._llm.wake_up(tags=[part])
+
+    def close(self) -> None:
+        """End vLLM's own processes; the actor itself is ended by its group."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def engine_args(
+    *, model: str, dtype: str, device: str, config: EngineConfig, max_model_len: int, overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments of vllm.LLM: ours, then the user's native ones (``vllm:``)."""
+    check_overrides(overrides)
+    args: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "tensor_parallel_size": config.tp,
+        # inside a Ray actor vLLM would start Ray workers of its own
+        "distributed_executor_backend": "mp" if config.tp > 1 else "uni",
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_sequences,
+        "load_format": "dummy",
+        "seed": 0,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "worker_extension_cls": "megarl.backends.vllm.loading.WeightLoading",
+    }
+    if device == "cpu":
+        args["enforce_eager"] = True
+        args["block_size"] = 32  # the default of 128 gives short prompts no prefix-cache hits
+        args["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+    else:
+        args["enable_sleep_mode"] = True
+        args["gpu_memory_utilization"] = config.memory_share
+    return args | dict(overrides)
+
+
+def check_overrides(overrides: Mapping[str, Any]) -> None:
+    """Raise ValueError for a key of ``vllm:`` that is no engine argument of this vLLM, or that megarl sets itself."""
+    from vllm import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for key in overrides:
+        if key in OWNED_ARGS:
+            raise ValueError(f"vllm.{key} is set by {OWNED_ARGS[key]}")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean vllm.{near[0]}?" if near else ""
+            raise ValueError(f"vllm.{key}: vLLM has no such engine argument{hint}")
+
+
+def checkpoint_names(model: str) -> frozenset[str]:
+    """Names of the weights of a Hugging Face model as its safetensors files list them, without the tied head."""
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json"]))
+    names: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            names |= set(json.loads(stream.read(length)))
+    if not names:
+        raise ValueError(f"{model}: no safetensors files there (pickled weights are not read)")
+    names.discard("__metadata__")
+    config = json.loads((folder / "config.json").read_text())
+    if config.get("tie_word_embeddings", False):
+        names.discard("lm_head.weight")
+    # a buffer that old Llama exports carry and that no release loads
+    return frozenset(name for name in names if not name.endswith("rotary_emb.inv_freq"))
+
+
+def sampled_logprobs(token_ids: Sequence[int], tables: Sequence[Mapping[int, Any]]) -> np.ndarray:
+    """float32[Lc]: every position's logprob of its own token, wherever in the table it stands."""
+    return np.array([table[token].logprob for token, table in zip(token_ids, tables, strict=True)], dtype=np.float32)
+
+
+def process_env() -> dict[str, str]:
+    """Environment that must stand before vllm is imported."""
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the actor is the process: no second one around the engine core
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores
+    }
+    if "HF_HUB_OFFLINE" in os.environ:
+        env["HF_HUB_OFFLINE"] = os.environ["HF_HUB_OFFLINE"]
+    return env
+
+
+def _response(output: Any) -> Response:
+    return Response(
+        token_ids=np.asarray(output.token_ids, dtype=np.int32),
+        logprobs=sampled_logprobs(output.token_ids, output.logprobs),
+        stop=STOPS[output.finish_reason],
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -1,0 +1,95 @@
+"""Cohort checkpoints: all agents at one step, or none.
+
+A checkpoint is a folder ``checkpoints/step_N`` (N steps are done) that is written under another name, closed with a
+``COMPLETE`` file and then renamed, so that a kill at any moment leaves either the whole of it or none. What a step
+draws (prompts, seeds, learning rates) is a pure function of its number, so N and the policies' state are all there is
+to keep.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.agents import Agents, each
+from megarl.deck import Deck
+from megarl.types import derive
+
+_COMPLETE = "COMPLETE"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The newest complete checkpoint of a run, and the folders passed over."""
+
+    path: Path | None
+    step: int
+    skipped: tuple[str, ...]
+
+
+def find(run_dir: Path) -> Found:
+    """Look for a checkpoint to resume from; partial folders are named, never used."""
+    complete = _complete(run_dir)
+    every = sorted((run_dir / "checkpoints").glob("step_*"))
+    step = max(complete, default=0)
+    return Found(complete.get(step), step, tuple(path.name for path in every if path not in complete.values()))
+
+
+def save(run_dir: Path, step: int, agents: Agents, deck: Deck, keep: int) -> Path:
+    """Write ``checkpoints/step_<step>`` and remove all but the newest ``keep`` complete ones."""
+    final = run_dir / "checkpoints" / f"step_{step}"
+    partial = final.with_name(f"{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / "agents").mkdir(parents=True)
+    each(agents, lambda agent: agent.policy.save(partial / "agents" / agent.name))
+    state = {
+        "step": step,
+        "deck": _fingerprint(deck),
+        "agents": {name: {"model": a.config.model, "layout": str(a.config.layout)} for name, a in agents.items()},
+    }
+    _write_through(partial / "state.json", json.dumps(state, indent=1))
+    _write_through(partial / _COMPLETE, f"{step}\n")
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    _sync(final.parent)
+    for old in sorted(_complete(run_dir))[:-keep]:
+        shutil.rmtree(run_dir / "checkpoints" / f"step_{old}")
+    return final
+
+
+def load(path: Path, agents: Agents, deck: Deck) -> None:
+    """Bring every policy to where the checkpoint was; a layout other than the saved one is allowed."""
+    state = json.loads((path / "state.json").read_text())
+    if set(state["agents"]) != set(agents):
+        raise ValueError(
+            f"{path} holds agents {', '.join(sorted(state['agents']))}, the run {', '.join(sorted(agents))}"
+        )
+    if state["deck"] != _fingerprint(deck):
+        raise ValueError(f"{path} was made with other prompts, or in another order, than data.path gives now")
+    each(agents, lambda agent: agent.policy.load(path / "agents" / agent.name))
+
+
+def _complete(run_dir: Path) -> dict[int, Path]:
+    """Step -> folder, of every checkpoint that was finished."""
+    folders = {path.name.removeprefix("step_"): path for path in (run_dir / "checkpoints").glob("step_*")}
+    return {int(name): path for name, path in folders.items() if name.isdigit() and (path / _COMPLETE).is_file()}
+
+
+def _fingerprint(deck: Deck) -> str:
+    return f"{derive(deck.uids, deck.seed, deck.shuffle):x}"
+
+
+def _write_through(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,244 @@
+"""RunConfig: one run, checked before anything starts.
+
+Hydra composes YAML at the door (``compose``); what it may say is decided here, by one frozen pydantic tree. No torch.
+"""
+
+import difflib
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from megarl.algos import AnyAlgorithm
+from megarl.settings import (
+    AdvantageConfig,
+    AgentConfig,
+    AnswersConfig,
+    BatchConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    EvaluationConfig,
+    GuardConfig,
+    LossConfig,
+    ReshardConfig,
+    SamplingConfig,
+    Section,
+)
+
+_HERE = Path(__file__).resolve().parent
+CONFIG_DIR = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / "configs"
+
+
+class RunConfig(Section):
+    """Everything a run is made of."""
+
+    experiment: str = "default"
+    name: str = "run"
+    output: str = Field("runs", description="run directories are OUTPUT/EXPERIMENT/NAME")
+    seed: int = 0
+    steps: int = Field(ge=1)
+    algo: AnyAlgorithm = Field(discriminator="name")
+    data: DataConfig
+    batch: BatchConfig = BatchConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    answers: AnswersConfig = AnswersConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    agents: dict[str, AgentConfig] = Field(min_length=1)
+    cluster: ClusterConfig = ClusterConfig()
+    reshard: ReshardConfig = ReshardConfig()
+    guard: GuardConfig = GuardConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    megatron: dict[str, Any] = Field({}, description="native TransformerConfig fields, checked by the Megatron backend")
+    vllm: dict[str, Any] = Field({}, description="native engine arguments, checked by the vLLM backend")
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.output) / self.experiment / self.name
+
+    @model_validator(mode="after")
+    def _parts_fit_together(self) -> "RunConfig":
+        self.algo.check(tuple(self.agents))
+        if "gold" in self.algo.needs and self.data.gold is None:
+            raise ValueError(f"algo.name={self.algo.name} learns from true answers: name their column in data.gold")
+        if self.sampling.top_p < 1 or self.sampling.top_k:
+            raise ValueError(
+                f"sampling.top_p={self.sampling.top_p}, sampling.top_k={self.sampling.top_k}: training rollouts are "
+                "drawn from the whole vocabulary (top_p 1, top_k 0), or the engine's logprobs would be renormalised"
+            )
+        for name, agent in self.agents.items():
+            self._check_agent(name, agent)
+        self._check_slots()
+        _warn_of_twins(self.agents)
+        return self
+
+    def _check_agent(self, name: str, agent: AgentConfig) -> None:
+        key, layout = f"agents.{name}", agent.layout
+        if agent.view not in self.data.views:
+            raise ValueError(f"{key}.view={agent.view} is none of data.views: {', '.join(self.data.views)}")
+        if layout.sp and layout.tp == 1:
+            raise ValueError(f"{key}.layout.sp=true shares the work of a tensor-parallel group: it needs tp > 1")
+        longest = self.data.max_prompt_tokens + (agent.max_tokens or self.sampling.max_tokens)
+        capacity = self.batch.tokens_per_microbatch * layout.cp
+        if longest > capacity:
+            raise ValueError(
+                f"batch.tokens_per_microbatch={self.batch.tokens_per_microbatch} with {key}.layout.cp={layout.cp} "
+                f"holds {capacity} tokens, but a sequence may have data.max_prompt_tokens + max_tokens = {longest}: "
+                f"set it to at least {-(-longest // layout.cp)}"
+            )
+        samples = self.batch.prompts_per_step * self.samples(name)
+        if self.batch.updates_per_step > samples:
+            raise ValueError(
+                f"batch.updates_per_step={self.batch.updates_per_step} is more than the {samples} samples of {key}"
+            )
+        tp = max(layout.tp, agent.engine.tp)
+        if tp > self.cluster.gpus_per_node:
+            raise ValueError(
+                f"{key} wants tensor parallel {tp}, but cluster.gpus_per_node={self.cluster.gpus_per_node}: "
+                "a tensor-parallel group stays within a node"
+            )
+        _check_against_model(key, agent)
+
+    def _check_slots(self) -> None:
+        wanted = {name: agent.slots for name, agent in self.agents.items()}
+        available = self.cluster.nodes * self.cluster.gpus_per_node
+        if self.cluster.address is None and sum(wanted.values()) > available:
+            asked = " + ".join(f"{name} {slots}" for name, slots in wanted.items())
+            raise ValueError(
+                f"agents ask for {sum(wanted.values())} GPUs or CPU slots ({asked}), but cluster.nodes * "
+                f"cluster.gpus_per_node = {available}"
+            )
+
+    def samples(self, agent: str) -> int:
+        """Rollouts per prompt of an agent."""
+        return self.agents[agent].samples_per_prompt or self.batch.samples_per_prompt
+
+    def sampling_of(self, agent: str) -> SamplingConfig:
+        """Sampling settings of an agent's training rollouts."""
+        limit = self.agents[agent].max_tokens
+        return self.sampling if limit is None else self.sampling.model_copy(update={"max_tokens": limit})
+
+    def kl_coef(self, agent: str) -> float:
+        own = self.agents[agent].kl_coef
+        return self.loss.kl_coef if own is None else own
+
+
+def _check_against_model(key: str, agent: AgentConfig) -> None:
+    """Refuse a layout that the model's own shape cannot take, where its config.json is at hand."""
+    file = Path(agent.model) / "config.json"
+    if not file.is_file():
+        return  # a hub name: the backend checks it once it is loaded
+    model = json.loads(file.read_text())
+    model = model.get("text_config", model)
+    layout = agent.layout
+    for part, size in (("num_attention_heads", layout.tp), ("num_attention_heads", agent.engine.tp)):
+        if model[part] % size:
+            raise ValueError(f"{key}: {part}={model[part]} of {agent.model} cannot be divided by tp={size}")
+    if model["num_hidden_layers"] % layout.pp:
+        layers = model["num_hidden_layers"]
+        raise ValueError(f"{key}.layout.pp={layout.pp} does not divide num_hidden_layers={layers} of {agent.model}")
+
+
+def _warn_of_twins(agents: Mapping[str, AgentConfig]) -> None:
+    seen: dict[tuple[str, int], str] = {}
+    for name, agent in agents.items():
+        if agent.seed is None:
+            continue
+        twin = seen.setdefault((agent.model, agent.seed), name)
+        if twin != name:
+            warnings.warn(
+                f"agents {twin} and {name} have the same model and the same generation seed {agent.seed}: equal "
+                "rollouts, and each would be taught by its own vote; give them different seeds (or none)",
+                stacklevel=2,
+            )
+
+
+def compose(overrides: Sequence[str], config_dir: Path | None = None) -> RunConfig:
+    """The run that ``train.yaml``, its groups and the overrides describe.
+
+    A plain ``key=value`` may set any key of the schema, whether or not a YAML file mentions it. Raises ValueError, one
+    line per fault, for a key or value that is wrong.
+    """
+    return validate(compose_raw(overrides, config_dir))
+
+
+def compose_raw(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, Any]:
+    """What the YAML files and overrides say, unchecked."""
+    folders = [CONFIG_DIR, *([config_dir.resolve()] if config_dir else [])]
+    search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[1:])}]"]
+    try:
+        parsed = [(text, OverridesParser.create().parse_override(text)) for text in overrides]
+        with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+            composed = hydra_compose("train", overrides=[_settle(*pair, folders) for pair in parsed] + search)
+        raw = OmegaConf.to_container(composed, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    assert isinstance(raw, dict)
+    chosen = {over.key_or_group: over.value() for _, over in parsed}
+    if "experiment" in chosen:
+        raw.setdefault("experiment", chosen["experiment"])
+    return {str(key): value for key, value in raw.items()}
+
+
+def _settle(text: str, override: Override, folders: Sequence[Path]) -> str:
+    """Let a plain ``key=value`` add what the YAML leaves to the typed defaults; pydantic judges the key."""
+    key = override.key_or_group
+    if key.split(".")[0] == "hydra":
+        raise ValueError(f"{text}: hydra's own settings have no place in a run")
+    is_group = isinstance(override.value(), str) and any((folder / key).is_dir() for folder in folders)
+    return text if text.startswith(("+", "~")) or is_group else f"++{text}"
+
+
+def validate(raw: Mapping[str, Any]) -> RunConfig:
+    """RunConfig of plain data; ValueError with one line per fault, each with its full path."""
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ValueError("\n".join(_line(fault) for fault in error.errors())) from error
+
+
+def _line(fault: Any) -> str:
+    path = [str(part) for part in fault["loc"]]
+    if fault["type"] == "extra_forbidden":
+        section = _section(path[:-1])
+        close = difflib.get_close_matches(path[-1], section, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(section)}"
+        return f"{'.'.join(path)}: no such key; {hint}"
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "value_error":
+        return f"{'.'.join(path)}: {message}" if path else message
+    given = "" if fault["type"] == "missing" else f" (given: {fault['input']!r})"
+    return f"{'.'.join(path)}: {message}{given}"
+
+
+def _section(path: Sequence[str]) -> list[str]:
+    """Field names of the section a path leads to."""
+    here: Any = RunConfig
+    for part in path:
+        if isinstance(here, type) and issubclass(here, BaseModel) and part in here.model_fields:
+            here = here.model_fields[part].annotation
+            continue
+        models = [m for m in _flatten(here) if isinstance(m, type) and issubclass(m, BaseModel)]
+        named = [m for m in models if "name" in m.model_fields and m.model_fields["name"].default == part]
+        deeper = [m.model_fields[part].annotation for m in models if part in m.model_fields]
+        # a union's tag and a mapping's key are parts of the path, but no fields
+        here = (named or deeper or models or [here])[0]
+    models = [m for m in _flatten(here) if isinstance(m, type) and issubclass(m, BaseModel)]
+    return sorted({field for model in models for field in model.model_fields})
+
+
+def _flatten(annotation: Any) -> list[Any]:
+    inner = get_args(annotation)
+    return [annotation] if not inner else [leaf for part in inner for leaf in _flatten(part)]

@@ -1,0 +1,141 @@
+"""Warm start of the demo's cohort: arithmetic learnt at "different schools".
+
+Each model learns a + b from a teacher that is wrong on some problems in a way of its own: on those, a share of the
+teacher's answers follows one wrong rule. The two sets of problems are disjoint, so where one model's majority is
+wrong the other's is right: the case in which a peer's vote teaches and one's own vote does not.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from megarl.demo import families
+
+OPERAND_LIMIT = 50  # operands are 0 .. 49
+
+Problem = tuple[int, int]
+PROBLEMS: tuple[Problem, ...] = tuple((a, b) for a in range(OPERAND_LIMIT) for b in range(OPERAND_LIMIT))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class School:
+    """What a model's teacher gets wrong: on ``misled`` problems it says ``rule(a, b)`` instead of a + b."""
+
+    misled: Callable[[int, int], bool]
+    rule: Callable[[int, int], int]
+
+
+SCHOOLS: dict[str, School] = {
+    "qwen": School(misled=lambda a, b: a % 10 < 5 and b % 2 == 0, rule=lambda a, b: a + b + 10),
+    "llama": School(misled=lambda a, b: a % 10 >= 4 and b % 2 == 1, rule=lambda a, b: a + b + 1),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Everything that decides the warm-started weights, but the code of this folder."""
+
+    seed: int = 0
+    steps: int = 700
+    batch: int = 256
+    lr: float = 4e-3
+    wrong_share: float = 0.62  # of a misled problem's answers
+
+
+def question(problem: Problem) -> str:
+    """Example: ``question((7, 12)) == "7+12="``."""
+    return f"{problem[0]}+{problem[1]}="
+
+
+def warm_start(folder: Path, recipe: Recipe = Recipe()) -> dict[str, Path]:  # noqa: B008 (frozen value)
+    """Model folders by agent name, trained here unless ``folder``'s manifest says that they are there already.
+
+    The manifest is written last: a warm start that was cut short is done again.
+    """
+    models = {name: folder / name for name in families.FAMILIES}
+    manifest = folder / "manifest.json"
+    if manifest.exists() and json.loads(manifest.read_text()) == _describe(models, recipe):
+        return models
+    manifest.unlink(missing_ok=True)
+    with ProcessPoolExecutor(len(models), mp_context=get_context("spawn")) as pool:
+        list(pool.map(train_one, models.keys(), models.values(), [recipe] * len(models)))
+    manifest.write_text(json.dumps(_describe(models, recipe), indent=1) + "\n")
+    return models
+
+
+def train_one(name: str, folder: Path, recipe: Recipe) -> None:
+    """Warm-start one model on one thread and write its folder."""
+    torch.set_num_threads(1)
+    model, tokenizer = families.build(name, recipe.seed)
+    school = SCHOOLS[name]
+    right = [sum(p) for p in PROBLEMS]
+    taught = [school.rule(*p) if school.misled(*p) else sum(p) for p in PROBLEMS]
+    tokens, targets = _encode(tokenizer, right, taught)
+    misled = torch.tensor([school.misled(*p) for p in PROBLEMS])
+    optimizer = torch.optim.AdamW(model.parameters(), recipe.lr, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, recipe.steps)
+    draw = torch.Generator().manual_seed(recipe.seed)
+    for _ in range(recipe.steps):
+        rows = torch.randint(len(PROBLEMS), (recipe.batch,), generator=draw)
+        wrong = misled[rows] & (torch.rand(recipe.batch, generator=draw) < recipe.wrong_share)
+        picked = wrong.long(), rows
+        logits = model(input_ids=tokens[picked]).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[picked][:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    families.save(model, tokenizer, folder)
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, *answers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Token ids and targets, each int64[ways of answering, problems, L]; targets are -100 but at answer and end."""
+    tokens, targets = [], []
+    for way in answers:
+        for problem, answer in zip(PROBLEMS, way, strict=True):
+            prompt = _ids(tokenizer, render(tokenizer, question(problem)))
+            reply = [*_ids(tokenizer, str(answer)), tokenizer.eos_token_id]
+            tokens.append(prompt + reply)
+            targets.append([-100] * len(prompt) + reply)
+    length = max(map(len, tokens))
+    shape = (len(answers), len(PROBLEMS), length)
+
+    def padded(rows: list[list[int]], fill: int) -> Tensor:
+        return torch.tensor([row + [fill] * (length - len(row)) for row in rows]).view(shape)
+
+    return padded(tokens, tokenizer.pad_token_id), padded(targets, -100)
+
+
+def render(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
+    """The chat prompt, as text, of a single user turn."""
+    message = [{"role": "user", "content": text}]
+    return str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+
+
+def _ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)  # the template has written its own BOS
+
+
+def _describe(models: dict[str, Path], recipe: Recipe) -> dict[str, object]:
+    """The manifest that belongs to these folders: recipe, code and every file's digest."""
+    code = [Path(families.__file__), Path(__file__)]
+    return {
+        "recipe": asdict(recipe),
+        "code": {path.name: _digest(path) for path in code},
+        "models": {
+            name: {path.name: _digest(path) for path in sorted(folder.glob("*"))} for name, folder in models.items()
+        },
+    }
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

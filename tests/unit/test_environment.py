@@ -1,0 +1,51 @@
+"""The set-up script: pure parts, and its refusals."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "launch" / "environment.py"
+
+
+def call(*args, **env):
+    return subprocess.run([sys.executable, SCRIPT, *args], capture_output=True, text=True, env=env, timeout=60)
+
+
+def test_interpreter_path_is_keyed_by_the_lock(tmp_path):
+    cpu, gpu = (call("python", kind, MEGARL_CACHE=str(tmp_path)).stdout.strip() for kind in ("cpu", "gpu"))
+    assert cpu.startswith(str(tmp_path / "venv-cpu-"))
+    assert gpu.startswith(str(tmp_path / "venv-gpu-"))
+    assert cpu.endswith("/bin/python")
+
+
+def test_missing_python_is_a_clear_message(tmp_path):
+    # a Python that is not 3.12 plays the one that runs the script; nothing else is to be found
+    fake = tmp_path / "python3"
+    fake.write_text("#!/bin/sh\necho 3 11\n")
+    fake.chmod(0o755)
+    code = (
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); sys.executable = {str(fake)!r}\n"
+        "import environment; environment.find_python()"
+    )
+    env = {"PATH": "/nonexistent", "HOME": str(tmp_path), "PYTHON": str(fake)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 1
+    assert "Python 3.12 was not found" in done.stderr
+    assert "pyenv install 3.12" in done.stderr
+
+
+def test_unknown_kind_is_refused(tmp_path):
+    done = call("setup", "tpu", MEGARL_CACHE=str(tmp_path))
+    assert done.returncode == 1
+    assert "known: cpu, gpu" in done.stderr
+
+
+def test_locks_name_every_dependency_once():
+    for kind in ("cpu", "gpu"):
+        lines = (ROOT / "launch" / f"{kind}.lock").read_text().splitlines()
+        names = [line.split("==")[0].lower() for line in lines if line and not line.startswith("#")]
+        assert len(names) == len(set(names))
+        assert {"torch", "megatron-core", "megatron-bridge", "ray", "transformers"} <= set(names)
+        assert "apex" not in names  # PyPI's apex is an unrelated package
+        assert all("==" in line for line in lines if line and not line.startswith("#"))
