@@ -54,8 +54,8 @@ def engine(sampler_name, model):
 @pytest.fixture
 def fitted(engine, model):
     """The engine, awake, with the model's own weights."""
-    engine.wake()
     backends.refit(engine, backends.named_weights(backends.oracle(model)))
+    engine.wake()
     return engine
 
 

@@ -164,18 +164,30 @@ def test_nothing_before_the_first_refit(open_engine, model):
 
 def test_sleep_and_wake(fitted, model):
     before = tokens(fitted.generate(PROMPTS, SEED, SAMPLING))
+    fitted.wake()  # awake already: nothing to do
     fitted.sleep()
     with pytest.raises(REFUSED):
         fitted.generate(PROMPTS, SEED, SAMPLING)
-    fitted.wake()
-    assert tokens(fitted.generate(PROMPTS, SEED, SAMPLING)) == before  # the weights are still there
+    with pytest.raises(REFUSED):
+        fitted.wake()  # sleeping gave the weights up
     # a refit reaches a sleeping engine, which sleeps on
-    fitted.sleep()
     refit(fitted, named_weights(oracle(model)), version=3)
     with pytest.raises(REFUSED):
         fitted.generate(PROMPTS, SEED, SAMPLING)
     fitted.wake()
     assert tokens(fitted.generate(PROMPTS, SEED, SAMPLING)) == before and fitted.version == 3
+
+
+def test_nothing_but_weights_in_the_middle_of_a_refit(fitted, model):
+    fitted.begin_refit()
+    for step in (fitted.wake, fitted.sleep, lambda: fitted.generate(PROMPTS, SEED, SAMPLING)):
+        with pytest.raises(REFUSED):
+            step()
+    refit(fitted, named_weights(oracle(model)))  # begun anew
+    assert fitted.generate(PROMPTS[:1], SEED, SAMPLING)
+    with pytest.raises(REFUSED):
+        fitted.finish_refit(1)
+    assert fitted.version == 0
 
 
 def test_a_missing_weight_is_named(fitted, model):

@@ -18,6 +18,7 @@ def reshard(policy: Policy, engine: Engine, version: int) -> None:
     for bucket in policy.weights(100_000):
         engine.load_weights(bucket)
     engine.finish_refit(version)
+    engine.wake()
 
 
 def drift(policy: Policy, rollouts: list[Rollout]) -> float:
@@ -31,7 +32,6 @@ def test_engine_and_policy_agree_after_a_refit(open_policy, engine, temperature)
     """case-C17 and case-C1"""
     policy = open_policy(temperature=temperature)
     sampling = SAMPLING.model_copy(update={"temperature": temperature})
-    engine.wake()
     reshard(policy, engine, version=0)
     assert drift(policy, engine.generate(PROMPTS, SEED, sampling)) < 1e-4
     # control: another temperature on one side
@@ -43,14 +43,13 @@ def test_a_perturbed_layer_shows(open_policy, engine):
     policy = open_policy()
     weights = {n: w for b in policy.weights(1 << 30) for n, w in load_file(b.path).items()}
     weights["model.layers.1.mlp.down_proj.weight"] *= 1.1
-    engine.wake()
     refit(engine, weights.items())
+    engine.wake()
     assert drift(policy, engine.generate(PROMPTS, SEED, SAMPLING)) > 1e-3
 
 
 def test_they_agree_again_after_an_update(open_policy, engine):
     policy = open_policy(agent={"optimizer": {"lr": 1e-2}})
-    engine.wake()
     reshard(policy, engine, version=0)
     rollouts = engine.generate(PROMPTS, SEED, SAMPLING)
     stats = policy.measure(rollouts, frozenset())

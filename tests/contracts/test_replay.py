@@ -50,7 +50,11 @@ def test_phases(replay, tmp_path):
     with pytest.raises(RuntimeError, match="refit"):
         ReplayEngine(tmp_path).generate(PROMPTS, SEED, SAMPLING)
     replay.sleep()
-    with pytest.raises(RuntimeError, match="sleeps"):
+    with pytest.raises(RuntimeError, match="wake without weights"):
+        replay.wake()
+    replay.begin_refit()
+    replay.finish_refit(1)
+    with pytest.raises(RuntimeError, match="asleep"):
         replay.generate(PROMPTS, SEED, SAMPLING)
     replay.wake()
     assert replay.generate(PROMPTS, SEED, SAMPLING)
