@@ -5,6 +5,7 @@ teacher's answers follows one wrong rule. The two sets of problems are disjoint,
 wrong the other's is right: the case in which a peer's vote teaches and one's own vote does not.
 """
 
+import argparse
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from megarl.demo import families
 
 OPERAND_LIMIT = 50  # operands are 0 .. 49
+TEST_PROBLEMS = 500
 
 Problem = tuple[int, int]
 PROBLEMS: tuple[Problem, ...] = tuple((a, b) for a in range(OPERAND_LIMIT) for b in range(OPERAND_LIMIT))
@@ -44,10 +46,22 @@ class Recipe:
     """Everything that decides the warm-started weights, but the code of this folder."""
 
     seed: int = 0
-    steps: int = 700
-    batch: int = 256
+    steps: int = 800
+    batch: int = 128
     lr: float = 4e-3
     wrong_share: float = 0.62  # of a misled problem's answers
+
+
+def write_problems(folder: Path) -> None:
+    """Write train.jsonl and test.jsonl (prompt, answer, id): 2000 problems to train on, 500 others to be judged by."""
+    order = torch.randperm(len(PROBLEMS), generator=torch.Generator().manual_seed(0)).tolist()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, chosen in (("train", order[:-TEST_PROBLEMS]), ("test", order[-TEST_PROBLEMS:])):
+        rows = [
+            {"prompt": question(PROBLEMS[i]), "answer": str(sum(PROBLEMS[i])), "id": "+".join(map(str, PROBLEMS[i]))}
+            for i in chosen
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def question(problem: Problem) -> str:
@@ -139,3 +153,16 @@ def _describe(models: dict[str, Path], recipe: Recipe) -> dict[str, object]:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write ``OUT/models`` and ``OUT/problems``; OUT is runs/demo where it is not given."""
+    parser = argparse.ArgumentParser(prog="megarl.demo.warmstart", description=main.__doc__)
+    parser.add_argument("out", type=Path, nargs="?", default=Path("runs/demo"))
+    out = parser.parse_args(argv).out
+    write_problems(out / "problems")
+    print(*warm_start(out / "models").values(), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
