@@ -25,7 +25,7 @@ _LAST = {
     "reward": "reward/reward_mean",
     "majority": "label/majority_share_total",
     "entropy": "policy/entropy",
-    "drift": "engine/logprob_drift_mean",
+    "drift": "policy/logprob_drift_mean",
     "eval acc.": "eval/accuracy",
 }
 

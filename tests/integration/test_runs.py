@@ -56,7 +56,7 @@ def test_a_run_leaves_everything_behind(plain):
             "label/majority_share_total",
             "reward/reward_mean",
             "policy/grad_norm",
-            "engine/logprob_drift_mean",
+            "policy/logprob_drift_mean",
             "policy/learning_rate",
             "time/generate",
         ):
@@ -144,7 +144,7 @@ def test_a_perturbed_engine_is_caught(folder, monkeypatch):
     with pytest.raises(GuardStop, match=r"agent (ann|bob): engine and policy differ by"):
         train(validate(cohort.raw(folder, name="perturbed")))
     warned = train(validate(cohort.raw(folder, name="warned", steps=1, **{"guard.on_drift": "warn"})))
-    assert read_metrics(warned)[0]["agent/ann/engine/logprob_drift_mean"] > 1e-4
+    assert read_metrics(warned)[0]["agent/ann/policy/logprob_drift_mean"] > 1e-4
 
 
 def wait_for_rows(file: Path, count: int, process: subprocess.Popen) -> None:
