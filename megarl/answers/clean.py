@@ -42,7 +42,9 @@ _FONT = re.compile(
     r"\\(?:text|textbf|textit|textnormal|textrm|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|operatorname|boldsymbol|bm)"
     r"\s*\{([^{}]*)\}"
 )
-_UNIT = re.compile(r"(?<=[A-Za-z\d})])\s*\\(?:text|textnormal|mathrm|textrm|mbox)\s*\{([^{}\d\\]*)\}(?:\^\{?\d\}?)?\s*\.?$")
+_UNIT = re.compile(
+    r"(?<=[A-Za-z\d})])\s*\\(?:text|textnormal|mathrm|textrm|mbox)\s*\{([^{}\d\\]*)\}(?:\^\{?\d\}?)?\s*\.?$"
+)
 _SCALE = {"hundred": "100", "thousand": "1000", "million": "1000000", "billion": "1000000000", "trillion": "10^{12}"}
 _SENTENCE = re.compile(r"^(?:so |thus |hence |therefore )?(?:the )?(?:final )?answer is:?\s+(?=\S)", re.IGNORECASE)
 _JOINED = re.compile(r"\s*,?\s+(?:and|or)\s+")

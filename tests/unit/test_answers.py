@@ -29,7 +29,8 @@ EQUAL = [
     ("\\frac{x+1}{2x+4}", "\\frac{2x+2}{4x+8}"), ("$\\boxed{\\text{Yes}}$", "yes"), ("2^{2024}", "4^{1012}"),
     ("\\log_{2} 8", "\\log_2(8)"), ("8^{1/3}", "8^{\\frac{1}{3}}"), ("\\sqrt[3]{27}", "3"),
     ("\\$3.50", "3.5"), ("125\\textnormal{ miles}", "125"),
-    ("164\\pi\\text{ square feet}", "164\\pi"), ("p - q", "p-q"), ("x - y", "-y+x"), ("two of  a kind", "Two of a kind."),
+    ("164\\pi\\text{ square feet}", "164\\pi"), ("p - q", "p-q"), ("x - y", "-y+x"),
+    ("two of  a kind", "Two of a kind."),
 ]  # fmt: skip
 DIFFERENT = [
     ("[1,2]", "(1,2)"), ("0.3333", "1/3"), ("10:30", "1/3"), ("x \\in [-2,7]", "x \\in [0,1]"), ("", ""), ("", "5"),
