@@ -32,7 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class ReferencePolicy:
     """A transformers model, its Adam or SGD, and the frozen initial weights where ``kl_coef`` asks for them.
 
-    In bfloat16 the optimizer works on float32 master weights, as Megatron's does.
+    Each update's KL coefficient is the agent's, or its loss section's where the agent has none. In bfloat16 the optimizer works on float32 master weights, as Megatron's does.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ReferencePolicy:
     ) -> None:
         self.version = 0
         self._temperature = temperature
-        self._kl_coef = kl_coef
+        self._kl_coef = agent.kl_coef
         self._tokens_per_microbatch = tokens_per_microbatch  # of measure; update is told
         self._clip_grad = agent.optimizer.clip_grad
         self._model = _load_model(agent)
@@ -52,12 +52,12 @@ class ReferencePolicy:
             for name, w in self._weights.items()
         }
         self._optimizer = _build_optimizer(self._masters, agent.optimizer)
-        self._loaded = True
+        self._resident = True
 
     @torch.no_grad()
     def measure(self, rollouts: Sequence[Rollout], needs: frozenset[Need]) -> dict[RolloutKey, TokenStats]:
         """See Policy."""
-        self._check_loaded()
+        self._check_resident("measure")
         if "reference" in needs and self._reference is None:
             raise ValueError("reference logprobs are wanted, but the policy was built with kl_coef=0")
         microbatches = self._pack(from_rollouts(rollouts), self._tokens_per_microbatch)
@@ -80,7 +80,7 @@ class ReferencePolicy:
         self, samples: Sequence[Sample], loss: LossConfig, batch: BatchConfig, learning_rates: Sequence[float]
     ) -> Metrics:
         """See Policy. An optimizer step without any response token is left out."""
-        self._check_loaded()
+        self._check_resident("update")
         totals: Counter[str] = Counter()
         updates = 0
         for part, lr in zip(minibatches(samples, len(learning_rates)), learning_rates, strict=True):
@@ -100,7 +100,7 @@ class ReferencePolicy:
                 loss,
                 num_tokens=response_tokens(part),
                 num_sequences=num_sequences(part),
-                kl_coef=self._kl_coef,
+                kl_coef=loss.kl_coef if self._kl_coef is None else self._kl_coef,
             )
             value.backward()
             sums.update({name: float(x) for name, x in metrics.items()})
@@ -145,10 +145,12 @@ class ReferencePolicy:
 
     def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """See Policy; in the agent's dtype, a tied head left out."""
+        self._check_resident("export")
         return write_buckets(self._weights.items(), bucket_bytes)
 
     def save(self, path: Path) -> None:
         """Master weights, optimizer state and version, as safetensors and JSON."""
+        self._check_resident("save")
         path.mkdir(parents=True, exist_ok=True)
         save_file({name: w.detach() for name, w in self._masters.items()}, path / "weights.safetensors")
         state = self._optimizer.state
@@ -159,6 +161,7 @@ class ReferencePolicy:
     @torch.no_grad()
     def load(self, path: Path) -> None:
         """What ``save`` wrote; the model must be the same."""
+        self._check_resident("load")
         weights = load_file(path / "weights.safetensors")
         if weights.keys() != self._masters.keys():
             odd = sorted(weights.keys() ^ self._masters.keys())
@@ -176,18 +179,22 @@ class ReferencePolicy:
         self.version = json.loads((path / "state.json").read_text(encoding="utf-8"))["version"]
 
     def onload(self) -> None:
-        self._loaded = True
+        """Undo ``offload``."""
+        if self._resident:
+            raise RuntimeError("onload: the policy is loaded already")
+        self._resident = True
 
     def offload(self) -> None:
-        """Nothing moves on CPU; measure and update raise until onload, as they fail where the memory is given away."""
-        self._loaded = False
+        """Nothing moves on CPU, but nothing works until ``onload``, as where the memory is given away."""
+        self._check_resident("offload")
+        self._resident = False
 
-    def _check_loaded(self) -> None:
-        if not self._loaded:
-            raise RuntimeError("the policy is offloaded: onload it before it measures or updates")
+    def _check_resident(self, doing: str) -> None:
+        if not self._resident:
+            raise RuntimeError(f"{doing}: the policy is offloaded; onload it first")
 
     def close(self) -> None:
-        self._loaded = False
+        self._resident = False
         self._weights, self._masters = {}, {}
         del self._model, self._reference, self._optimizer
 

@@ -13,11 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.backends.buckets import write_buckets
+from megarl.backends.megatron.policy import MegatronPolicy
 from megarl.backends.protocols import Engine, Policy
 from megarl.backends.reference import ReferenceEngine, ReferencePolicy
 from megarl.chat import Chat, open_chat
 from megarl.settings import AgentConfig, SamplingConfig
 from megarl.types import Message, Prompt, Seed
+from tests.megatron.ranks import Pool
 
 
 class PolicyArgs(NamedTuple):
@@ -44,7 +46,21 @@ def reference_engine(agent: AgentConfig, chat: Chat) -> Iterator[Engine]:
     engine.close()
 
 
-POLICIES: dict[str, OpenPolicy] = {"reference": reference_policy}
+IDLE_PROCESSES: list[Pool] = []  # their imports are paid once; daemons, so they end with the tests
+
+
+@contextmanager
+def megatron_policy(agent: AgentConfig, args: PolicyArgs) -> Iterator[Policy]:
+    """One rank in a process of its own; layouts are compared with one another in tests/megatron."""
+    pool = IDLE_PROCESSES.pop() if IDLE_PROCESSES else Pool(1)
+    ranks = pool.ranks(agent=agent, temperature=args.temperature, keep_reference=args.kl_coef > 0)
+    policy = MegatronPolicy(agent, ranks, tokens_per_microbatch=args.tokens_per_microbatch)
+    yield policy
+    policy.close()
+    IDLE_PROCESSES.append(pool)
+
+
+POLICIES: dict[str, OpenPolicy] = {"reference": reference_policy, "megatron": megatron_policy}
 SAMPLERS: dict[str, OpenEngine] = {"reference": reference_engine}
 
 SEED = Seed(run=11, step=0)

@@ -170,7 +170,8 @@ def test_an_empty_update_moves_only_the_version(open_policy):
     policy, idle = open_policy(), open_policy()
     samples = make_samples(policy, make_rollouts())
     before = weights_of(idle)
-    for nothing in ([], [replace(samples[0], mask=np.zeros_like(samples[0].mask))]):
+    masked = [replace(samples[0], mask=np.zeros_like(samples[0].mask))]  # e.g. its reward could not be judged
+    for nothing in ([], masked):
         assert all(np.isfinite(x) for x in idle.update(nothing, LOSS, BATCH, [1e-3]).values())
     assert idle.version == 2 and equal(weights_of(idle), before)
     # neither moments nor step count moved: the next real update is that of a policy which never idled
@@ -209,13 +210,13 @@ def test_kl_is_against_the_initial_weights(open_policy):
     samples = [
         replace(s, reference_logprobs=np.where(s.mask, s.policy_logprobs, 0).astype(np.float32)) for s in samples
     ]
-    assert policy.update(samples, LOSS, BATCH, [5e-3])["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert policy.update(samples, LossConfig(kl_coef=0.5), BATCH, [5e-3])["kl"] == pytest.approx(0.0, abs=1e-6)
     second = policy.measure(rollouts, asked)
     for key, stats in second.items():
         np.testing.assert_allclose(stats.reference, first[key].reference, atol=1e-6, rtol=0)
     drift = [np.abs(s.logprobs - s.reference).max() for s in second.values()]
     assert max(drift) > 1e-2
-    assert policy.update(samples, LOSS, BATCH, [5e-3])["kl"] > 1e-4
+    assert policy.update(samples, LossConfig(kl_coef=0.5), BATCH, [5e-3])["kl"] > 1e-4
 
 
 def test_save_and_load_continue_bitwise(open_policy, tmp_path):
@@ -282,12 +283,22 @@ def test_small_updates_survive_bfloat16(open_policy):
     assert changed[0] < 0.05 and changed[-1] > 0.3, changed
 
 
-def test_offload_and_onload_change_nothing(open_policy):
+def test_offload_and_onload_change_nothing(open_policy, tmp_path):
+    """A policy is born loaded; offloaded it does nothing until it is onloaded; neither is done twice."""
     policy = open_policy()
     rollouts = make_rollouts()
-    before, weights = policy.measure(rollouts, frozenset()), weights_of(policy)
+    with pytest.raises(RuntimeError):
+        policy.onload()
+    before = policy.measure(rollouts, frozenset())
     policy.offload()
-    assert equal(weights_of(policy), weights)  # the engine is refitted from an offloaded policy
+    for forbidden in (
+        policy.offload,
+        lambda: policy.measure(rollouts, frozenset()),
+        lambda: next(policy.weights(50_000)),
+        lambda: policy.save(tmp_path / "saved"),
+    ):
+        with pytest.raises(RuntimeError, match="onload it first"):
+            forbidden()
     policy.onload()
     for key, stats in policy.measure(rollouts, frozenset()).items():
         assert np.array_equal(stats.logprobs, before[key].logprobs)
