@@ -12,7 +12,7 @@ _COLOURS = ("#b5452c", "#1f6f8b", "#8a8a8a")
 def draw(
     curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], titles: Mapping[str, str], path: Path
 ) -> None:
-    """Write a PNG with one panel per agent; ``curves[method][agent]`` is (steps done, accuracy), ``titles`` by method."""
+    """Write a PNG with one panel per agent; ``curves[method][agent]`` is (steps done, accuracy)."""
     agents = list(next(iter(curves.values())))
     figure = Figure(figsize=(4.6 * len(agents), 3.6), layout="constrained")
     FigureCanvasAgg(figure)

