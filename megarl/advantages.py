@@ -16,7 +16,6 @@ def spread(
     rollouts: Sequence[Rollout],
     stats: Mapping[RolloutKey, TokenStats],
     cfg: AdvantageConfig,
-    *,
     train_samples_per_prompt: int | None = None,
 ) -> list[Sample]:
     """One sample per group member, in group order then member order; its advantage is its group's baseline applied.

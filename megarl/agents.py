@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.backends.cluster import Cluster, Placement, connect, place
-from megarl.backends.megatron.policy import MegatronPolicy
+from megarl.backends.cluster import Placement, WorkerGroup, connect, place
+from megarl.backends.megatron.policy import MegatronPolicy, make_worker
 from megarl.backends.protocols import Engine, Policy
 from megarl.backends.reference import ReferenceEngine, ReferencePolicy
 from megarl.backends.replay import ReplayEngine
@@ -139,7 +139,7 @@ def reshard_all(agents: Agents, version: int, bucket_bytes: int, seconds: Metric
 def open_agents(cfg: RunConfig, run_dir: Path) -> Iterator[Agents]:
     """Build the cohort, all agents side by side, on disjoint GPUs; tear all of it down at the end."""
     with ExitStack() as stack:
-        cluster, placements = None, {}
+        placements: Mapping[str, Placement] = {}
         chats = {name: open_chat(agent.model) for name, agent in cfg.agents.items()}
         hosted = {name: agent for name, agent in cfg.agents.items() if _needs_cluster(agent)}
         if hosted:
@@ -153,7 +153,7 @@ def open_agents(cfg: RunConfig, run_dir: Path) -> Iterator[Agents]:
             )
 
         def build(name: str) -> Agent:
-            return _build(name, cfg, chats[name], cluster, placements.get(name), run_dir, stack)
+            return _build(name, cfg, chats[name], placements.get(name), stack)
 
         with ThreadPoolExecutor(max_workers=len(cfg.agents)) as pool:
             built = [pool.submit(build, name) for name in cfg.agents]
@@ -164,24 +164,18 @@ def _needs_cluster(agent: AgentConfig) -> bool:
     return agent.backend == "megatron" or agent.engine.backend == "vllm"
 
 
-def _build(
-    name: str,
-    cfg: RunConfig,
-    chat: Chat,
-    cluster: Cluster | None,
-    placement: Placement | None,
-    run_dir: Path,
-    stack: ExitStack,
-) -> Agent:
+def _build(name: str, cfg: RunConfig, chat: Chat, placement: Placement | None, stack: ExitStack) -> Agent:
     agent = cfg.agents[name]
     temperature, kl_coef = cfg.sampling.temperature, cfg.kl_coef(name)
     policy: Policy
     if agent.backend == "megatron":
-        policy = MegatronPolicy(name, agent, placement, temperature, kl_coef, cfg.megatron)
+        assert placement is not None
+        policy = _megatron(name, cfg, placement)
     else:
-        policy = ReferencePolicy(agent, temperature=temperature, kl_coef=kl_coef)
+        tokens = cfg.batch.tokens_per_microbatch
+        policy = ReferencePolicy(agent, temperature=temperature, kl_coef=kl_coef, tokens_per_microbatch=tokens)
     stack.callback(policy.close)
-    engine = _build_engine(name, cfg, chat, cluster, placement)
+    engine = _build_engine(name, cfg, chat, placement)
     stack.callback(engine.close)
     return Agent(
         name=name,
@@ -195,16 +189,35 @@ def _build(
     )
 
 
-def _build_engine(
-    name: str, cfg: RunConfig, chat: Chat, cluster: Cluster | None, placement: Placement | None
-) -> Engine:
+def _megatron(name: str, cfg: RunConfig, placement: Placement) -> MegatronPolicy:
+    agent = cfg.agents[name]
+    settings = {
+        "agent": agent,
+        "temperature": cfg.sampling.temperature,
+        "keep_reference": cfg.kl_coef(name) > 0,
+        "threads": cfg.cluster.threads_per_rank,
+        "overrides": cfg.megatron,
+    }
+    world = agent.layout.world
+    ranks = WorkerGroup(placement, f"{name}/policy", make_worker, [settings] * world)
+    nodes = [bundle.node.id for bundle in placement.bundles[:world]]
+    return MegatronPolicy(
+        agent,
+        ranks,
+        tokens_per_microbatch=cfg.batch.tokens_per_microbatch,
+        writers=[nodes.index(node) for node in dict.fromkeys(nodes)],  # one rank per node, for the engines there
+    )
+
+
+def _build_engine(name: str, cfg: RunConfig, chat: Chat, placement: Placement | None) -> Engine:
     agent = cfg.agents[name]
     match agent.engine.backend:
         case "vllm":
+            assert placement is not None
             longest = cfg.data.max_prompt_tokens + cfg.sampling_of(name).max_tokens
             return VllmEngine(name, agent, placement, chat, longest, cfg.vllm)
         case "reference":
             return ReferenceEngine(agent, chat)
         case "replay":
             assert agent.engine.replay is not None
-            return ReplayEngine(name, Path(agent.engine.replay))
+            return ReplayEngine(Path(agent.engine.replay))

@@ -38,6 +38,8 @@ from megarl.settings import (
 
 _HERE = Path(__file__).resolve().parent
 CONFIG_DIR = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / "configs"
+# ${configs:} in a YAML file: where the files shipped with the configurations stand, in a checkout or in a wheel
+OmegaConf.register_new_resolver("configs", lambda: str(CONFIG_DIR), replace=True)
 
 
 class RunConfig(Section):
@@ -146,9 +148,9 @@ def _check_against_model(key: str, agent: AgentConfig) -> None:
     for part, size in (("num_attention_heads", layout.tp), ("num_attention_heads", agent.engine.tp)):
         if model[part] % size:
             raise ValueError(f"{key}: {part}={model[part]} of {agent.model} cannot be divided by tp={size}")
-    if model["num_hidden_layers"] % layout.pp:
+    if layout.pp > model["num_hidden_layers"]:
         layers = model["num_hidden_layers"]
-        raise ValueError(f"{key}.layout.pp={layout.pp} does not divide num_hidden_layers={layers} of {agent.model}")
+        raise ValueError(f"{key}.layout.pp={layout.pp} stages, but {agent.model} has num_hidden_layers={layers}")
 
 
 def _warn_of_twins(agents: Mapping[str, AgentConfig]) -> None:

@@ -37,6 +37,8 @@ class RunLog:
         self.run_dir = run_dir
         self.console = Console(stderr=True)
         self._steps = cfg.steps
+        self._slots = {name: agent.slots for name, agent in cfg.agents.items()}
+        self._tokens: dict[str, int] = {}  # of the present step's rollouts, by agent
         self._row: Metrics = {}
         self._rows: dict[str, float] = {}  # last value of every key, for the table
         self._last_step_seconds = 0.0
@@ -75,11 +77,11 @@ class RunLog:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Collect one step's metrics; write its row when the step has succeeded."""
-        self._row = {}
+        self._row, self._tokens = {}, {}
         start = time.perf_counter()
         yield
         self._last_step_seconds = self._row["cohort/time/step"] = time.perf_counter() - start
-        self._derive_throughput()
+        self._add_throughput()
         self._write(step)
         self._progress.update(self._task, completed=min(step + 1, self._steps), note=self._note(step))
 
@@ -112,6 +114,9 @@ class RunLog:
         stats: Mapping[RolloutKey, TokenStats],
     ) -> None:
         """Keep a step's rollouts, with what became of them, in ``rollouts/``."""
+        for rollout in seen:
+            tokens = len(rollout.prompt_ids) + len(rollout.token_ids)
+            self._tokens[rollout.prompt.agent] = self._tokens.get(rollout.prompt.agent, 0) + tokens
         rollouts.write(
             rollouts.step_path(self.run_dir, step),
             seen,
@@ -133,19 +138,16 @@ class RunLog:
             table.add_row(agent, *("-" if cell is None else f"{cell:.4g}" for cell in cells))
         return table
 
-    def _derive_throughput(self) -> None:
-        for key in [k for k in self._row if k.endswith("/policy/tokens")]:
-            name = key.split("/")[1]
-            slots = self._row.get(f"agent/{name}/policy/slots", 1.0)
-            rate = self._row[key] / self._last_step_seconds / slots
+    def _add_throughput(self) -> None:
+        """Tokens of the step's rollouts, prompts included, per second of the whole step and per GPU (or CPU slot)."""
+        for name, tokens in self._tokens.items():
+            rate = tokens / self._last_step_seconds / self._slots[name]
             self._row[f"agent/{name}/time/tokens_per_second_per_gpu"] = rate
 
     def _note(self, step: int) -> str:
-        left = (self._steps - step - 1) * self._last_step_seconds
-        tokens = sum(v for k, v in self._row.items() if k.endswith("/policy/tokens"))
-        return (
-            f"{tokens / self._last_step_seconds:,.0f} tokens/s, {self._last_step_seconds:.1f} s/step, ETA {left:.0f} s"
-        )
+        seconds = self._last_step_seconds
+        rate = sum(self._tokens.values()) / seconds
+        return f"{rate:,.0f} tokens/s, {seconds:.1f} s/step, ETA {(self._steps - step - 1) * seconds:.0f} s"
 
     def _write(self, step: int) -> None:
         row = {"step": step, **dict(sorted(self._row.items()))}

@@ -225,7 +225,7 @@ class EvaluationConfig(Section):
 class GuardConfig(Section):
     """When a run is unhealthy. Drift is mean |logprob by engine - by policy| over a step's response tokens."""
 
-    drift_float32: float = Field(1e-3, gt=0)
+    drift_float32: float = Field(1e-4, gt=0)
     drift_bfloat16: float = Field(6e-2, gt=0)
     on_drift: Literal["stop", "warn"] = "stop"
 

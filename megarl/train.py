@@ -9,7 +9,7 @@ from megarl.agents import Agents, generate, learning, measure, open_agents, resh
 from megarl.answers.read import read_answers
 from megarl.config import RunConfig
 from megarl.deck import Deck, open_deck
-from megarl.diagnostics import diagnose, drift
+from megarl.diagnostics import diagnose, drift, twins
 from megarl.evaluate import evaluate, open_evaluation
 from megarl.log import RunLog
 from megarl.types import Rollout, Seed
@@ -63,8 +63,12 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
                 guard(cfg, log, drift(seen, stats))
                 labels = algo.label(seen, deck.gold if "gold" in algo.needs else None)
                 groups = algo.reward(seen, labels, stats)
-                samples = spread(groups, seen, stats, cfg.advantage, cfg.batch.train_samples_per_prompt)
+                samples = spread(
+                    groups, seen, stats, cfg.advantage, train_samples_per_prompt=cfg.batch.train_samples_per_prompt
+                )
                 log.metrics(diagnose(seen, labels, groups, deck.gold, stats))
+                for text in twins(seen):
+                    log.say(f"warning: {text}")
                 # loss -> update
                 with log.phase("update"):
                     log.agents("policy", update(agents, samples, cfg, step, log.seconds))

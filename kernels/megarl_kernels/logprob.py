@@ -229,7 +229,8 @@ class _LogprobFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, grad_logprob: Tensor, *grad_stats: Tensor):
+    def backward(ctx, *grads: Tensor):
+        grad_logprob, *grad_stats = grads
         options: _Options = ctx.options
         logits, target, temperature, peak, log_d, logprob, entropy = ctx.saved_tensors
         kept = target != options.ignore_index

@@ -113,7 +113,7 @@ def _sequence_tokens(given: Tensor | None, mask: Tensor, ids: Tensor, advantage:
     """Response tokens of each sequence [S], at least 1 (a sequence without any has weight nowhere)."""
     if given is None:
         zeros = torch.zeros(advantage.shape[0], dtype=dtype, device=mask.device)
-        given = zeros.index_add(0, ids, mask.to(dtype))
+        return zeros.index_add(0, ids, mask.to(dtype)).clamp(min=1)
     return given.to(dtype).clamp(min=1)
 
 

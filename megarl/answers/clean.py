@@ -39,10 +39,12 @@ _SPACED = re.compile(r"[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?")
 _DEGREE = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])|\\circ(?![A-Za-z])")
 _PERCENT = re.compile(r"\\?%|\s*\bper ?cent\b")
 _FONT = re.compile(
-    r"\\(?:text|textbf|textit|textrm|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|operatorname|boldsymbol|bm)"
+    r"\\(?:text|textbf|textit|textnormal|textrm|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|operatorname|boldsymbol|bm)"
     r"\s*\{([^{}]*)\}"
 )
-_UNIT = re.compile(r"(?<=[\d}])\s*\\(?:text|mathrm|textrm|mbox)\s*\{([^{}\d\\]*)\}(?:\^\{?\d\}?)?\s*\.?$")
+_UNIT = re.compile(
+    r"(?<=[A-Za-z\d})])\s*\\(?:text|textnormal|mathrm|textrm|mbox)\s*\{([^{}\d\\]*)\}(?:\^\{?\d\}?)?\s*\.?$"
+)
 _SCALE = {"hundred": "100", "thousand": "1000", "million": "1000000", "billion": "1000000000", "trillion": "10^{12}"}
 _SENTENCE = re.compile(r"^(?:so |thus |hence |therefore )?(?:the )?(?:final )?answer is:?\s+(?=\S)", re.IGNORECASE)
 _JOINED = re.compile(r"\s*,?\s+(?:and|or)\s+")
@@ -56,7 +58,7 @@ def clean(text: str) -> str:
     """The answer without what only changes its look. Empty where nothing is left."""
     text = "".join(_UNICODE.get(c, c) for c in _ROOT_SIGN.sub(r"\\sqrt{\1}", text).replace("\u221a", r"\sqrt "))
     text = unicodedata.normalize("NFKC", text).strip()
-    text = _unwrap(text)
+    text = _unwrap(text.replace("\\$", ""))  # an amount of dollars; bare ones delimit mathematics
     text = _SEPARATOR.sub("", text)
     text = _SPACING.sub(" ", text)
     for pattern, plain in _SYNONYMS:

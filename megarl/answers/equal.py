@@ -14,7 +14,8 @@ from megarl.answers.clean import clean, ungroup, without_name
 from megarl.answers.expression import Unreadable, read_expression
 
 MAX_LENGTH = 1000  # characters beyond which an answer is compared as text
-_WORDS = re.compile(r"\(?\s*([A-Za-z][A-Za-z' -]*)\s*\)?")
+_WORDS = re.compile(r"\(?\s*([A-Za-z]|[A-Za-z]{2,}(?: [A-Za-z]+|[-'][A-Za-z]{2,})*)\s*\)?")
+_PROSE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{4,}")  # a product of letters, read so, would forget their order
 _EMPTY_SET = re.compile(r"\\emptyset|\\\{\s*\\\}|no(?: real)? solutions?", re.IGNORECASE)
 _MATRIX = re.compile(r"\\begin\s*\{matrix\}(.*)\\end\s*\{matrix\}", re.DOTALL)
 _RELATION = re.compile(r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|<|>|=)")
@@ -53,6 +54,8 @@ def _key(text: str, depth: int) -> str:
         key = reader(text, depth)
         if key is not None:
             return key
+    if _PROSE.search(text):
+        return _as_text(text)
     try:
         return f"value:{algebra.spell(read_expression(text))}"
     except (Unreadable, ArithmeticError, RecursionError):

@@ -4,17 +4,14 @@
 slots and its policy and its engine share them. Worker classes are plain classes that know nothing of Ray.
 """
 
-import faulthandler
 import logging
 import os
-import random
 import shutil
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +23,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megarl.backends.host import GpuProbe, Host
 from megarl.settings import ClusterConfig
 
 Device = Literal["cuda", "cpu"]
@@ -77,6 +75,13 @@ class Placement:
             raise ValueError(f"agent {self.agent}: {need} slots wanted, {len(self.bundles)} placed")
         return tuple(self.bundles[i : i + slots_per_seat] for i in range(0, need, slots_per_seat))
 
+    def first_ranks(self, world: int) -> tuple[int, ...]:
+        """The lowest of the ranks 0 .. world - 1 on each node."""
+        first: dict[str, int] = {}
+        for rank, (bundle,) in enumerate(self.seats(world)):
+            first.setdefault(bundle.node.id, rank)
+        return tuple(first.values())
+
 
 @dataclass(slots=True)
 class Cluster:
@@ -126,26 +131,36 @@ def connect(cfg: ClusterConfig, run_dir: Path) -> Cluster:
     if cfg.nodes > 1:
         raise ValueError(f"cluster.nodes={cfg.nodes} needs cluster.address: a cluster of one's own has one node")
     temp_dir = _short_temp_dir()
-    # Ray turns 127.0.0.1 into an outside address, and then listens on all interfaces, unless clusters are off.
-    ray_constants.ENABLE_RAY_CLUSTER = False
     slots: dict[str, Any] = (
         {"num_gpus": min(cfg.gpus_per_node, _gpus())}
         if device == "cuda"
         else {"num_gpus": 0, "resources": {"slot": cfg.gpus_per_node}}
     )
-    ray.init(
-        address="local",
-        num_cpus=1,  # our actors ask for slots, not CPUs; Ray starts this many idle workers in advance
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        object_store_memory=_object_store_bytes(),
-        _node_ip_address="127.0.0.1",
-        _temp_dir=str(temp_dir),
-        **slots,
-    )
+    with _loopback_only():
+        ray.init(
+            address="local",
+            num_cpus=1,  # our actors ask for slots, not CPUs; Ray starts this many idle workers in advance
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            object_store_memory=_object_store_bytes(),
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(temp_dir),
+            **slots,
+        )
     nodes = _wait_for_nodes(cfg, device)
     return Cluster(device=device, config=cfg, run_dir=run_dir, nodes=nodes, temp_dir=temp_dir)
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Ray replaces 127.0.0.1 by an outside address, and then listens on all interfaces, unless clusters are off."""
+    enabled = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = enabled
 
 
 def _device(wanted: Literal["auto", "cuda", "cpu"]) -> Device:
@@ -311,63 +326,6 @@ def _wanted_against_available(free: Mapping[Node, int], slots_by_agent: Mapping[
 # ---------------------------------------------------------------- workers
 
 
-class _Host:
-    """The actor: one process that holds one object of a plain class and calls its methods by name."""
-
-    def __init__(self, log_file: Path, env: Mapping[str, str]) -> None:
-        _redirect_output(log_file)
-        os.environ.update(env)
-        self._worker: Any = None
-
-    def where(self) -> tuple[str, int]:
-        """Address of this node, and a port on it that was free a moment ago."""
-        return ray.util.get_node_ip_address(), free_port()
-
-    def build(self, cls: Callable[..., Any], kwargs: Mapping[str, Any], env: Mapping[str, str]) -> None:
-        os.environ.update(env)
-        self._worker = cls(**kwargs)
-
-    def call(self, method: str, args: tuple[Any, ...]) -> Any:
-        return getattr(self._worker, method)(*args)
-
-
-class _GpuProbe:
-    """Tells which GPU a bundle holds."""
-
-    def ids(self) -> list[str]:
-        return ray.get_runtime_context().get_accelerator_ids()["GPU"]
-
-
-def _redirect_output(log_file: Path) -> None:
-    """Send this process's stdout and stderr, those of C code and children too, to ``log_file``."""
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.close(target)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - it lives as long as the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    faulthandler.enable(sys.stderr)
-
-
-def free_port() -> int:
-    """A TCP port, free now, below the range from which the kernel draws ports for outgoing connections."""
-    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    draw = random.Random(os.getpid() ^ time.time_ns())
-    for _ in range(200):
-        port = draw.randrange(min(20000, first_ephemeral - 1000), first_ephemeral)
-        with closing(socket.socket()) as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                continue
-        with closing(socket.socket()) as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise RuntimeError(f"no free port found below {first_ephemeral}")
-
-
 class WorkerGroup:
     """Named workers on an agent's slots: ``WorkerGroup(placement, "qwen/policy", MegatronWorker, [kwargs] * 4)``.
 
@@ -448,7 +406,7 @@ class WorkerGroup:
         slot = {} if not owns_slots else ({"num_gpus": 1} if cluster.device == "cuda" else {"resources": {"slot": 1}})
         for rank, seat in enumerate(self._seats):
             host = _in_bundle(
-                _Host,
+                Host,
                 seat[0],
                 name=f"{self.name}/{rank}",
                 num_cpus=0,
@@ -532,7 +490,7 @@ class WorkerGroup:
 
 
 def _bundle_gpus(bundle: Bundle, timeout_s: float) -> list[str]:
-    probe = _in_bundle(_GpuProbe, bundle, num_cpus=0, num_gpus=1).remote()
+    probe = _in_bundle(GpuProbe, bundle, num_cpus=0, num_gpus=1).remote()
     try:
         return ray.get(probe.ids.remote(), timeout=timeout_s)
     except GetTimeoutError as error:

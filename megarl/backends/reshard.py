@@ -1,7 +1,5 @@
 """A policy's weights into its engine, under their Hugging Face names, bucket by bucket."""
 
-import time
-
 from megarl.backends.protocols import Engine, Policy
 from megarl.types import Metrics
 
@@ -9,9 +7,8 @@ from megarl.types import Metrics
 def reshard(policy: Policy, engine: Engine, version: int, bucket_bytes: int) -> Metrics:
     """Give the engine the policy's present weights and stamp them ``version``.
 
-    Returns seconds, bytes and buckets. Where it raises, the engine refuses to generate until a refit has succeeded.
+    Returns bytes and buckets. Where it raises, the engine refuses to generate until a refit has succeeded.
     """
-    started = time.perf_counter()
     nbytes = buckets = 0
     engine.begin_refit()
     for bucket in policy.weights(bucket_bytes):
@@ -19,4 +16,4 @@ def reshard(policy: Policy, engine: Engine, version: int, bucket_bytes: int) -> 
         nbytes += bucket.nbytes
         buckets += 1
     engine.finish_refit(version)
-    return {"seconds": time.perf_counter() - started, "bytes": float(nbytes), "buckets": float(buckets)}
+    return {"bytes": float(nbytes), "buckets": float(buckets)}

@@ -4,7 +4,7 @@ Both speak the same small language (a chat turn such as "23+45=") through differ
 and chat templates, so nothing but text can pass between them. Two layers and two key/value heads allow TP=2 and PP=2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,7 @@ class Family:
 
     end_tokens: tuple[str, ...]
     tokenizer: Callable[[], PreTrainedTokenizerFast]
-    model: Callable[[PreTrainedTokenizerFast], PreTrainedModel]
+    model: Callable[[Mapping[str, int]], PreTrainedModel]  # of the vocabulary
 
 
 def build(name: str, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -56,7 +56,7 @@ def build(name: str, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerFas
     family = FAMILIES[name]
     tokenizer = family.tokenizer()
     torch.manual_seed(seed)
-    model = family.model(tokenizer)
+    model = family.model(tokenizer.get_vocab())
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.convert_tokens_to_ids(list(family.end_tokens)),
@@ -111,28 +111,28 @@ def _llama_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _qwen_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+def _qwen_model(vocabulary: Mapping[str, int]) -> PreTrainedModel:
     """Qwen2: biased attention projections, embeddings shared with the output layer."""
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=len(tokenizer),
+            vocab_size=len(vocabulary),
             bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=vocabulary["<|end|>"],
+            pad_token_id=vocabulary["<|pad|>"],
             tie_word_embeddings=True,
             **_SHAPE,
         )
     )
 
 
-def _llama_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+def _llama_model(vocabulary: Mapping[str, int]) -> PreTrainedModel:
     """Llama: no biases, an output layer of its own."""
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(tokenizer),
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            vocab_size=len(vocabulary),
+            bos_token_id=vocabulary["<s>"],
+            eos_token_id=vocabulary["</s>"],
+            pad_token_id=vocabulary["<pad>"],
             tie_word_embeddings=False,
             **_SHAPE,
         )

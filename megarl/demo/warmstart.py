@@ -5,6 +5,7 @@ teacher's answers follows one wrong rule. The two sets of problems are disjoint,
 wrong the other's is right: the case in which a peer's vote teaches and one's own vote does not.
 """
 
+import argparse
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -17,9 +18,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from megarl.chat import Chat
 from megarl.demo import families
+from megarl.types import Message
 
 OPERAND_LIMIT = 50  # operands are 0 .. 49
+TEST_PROBLEMS = 500
 
 Problem = tuple[int, int]
 PROBLEMS: tuple[Problem, ...] = tuple((a, b) for a in range(OPERAND_LIMIT) for b in range(OPERAND_LIMIT))
@@ -44,10 +48,22 @@ class Recipe:
     """Everything that decides the warm-started weights, but the code of this folder."""
 
     seed: int = 0
-    steps: int = 700
-    batch: int = 256
+    steps: int = 800
+    batch: int = 128
     lr: float = 4e-3
     wrong_share: float = 0.62  # of a misled problem's answers
+
+
+def write_problems(folder: Path) -> None:
+    """Write train.jsonl and test.jsonl (prompt, answer, id): 2000 problems to train on, 500 others to be judged by."""
+    order = torch.randperm(len(PROBLEMS), generator=torch.Generator().manual_seed(0)).tolist()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, chosen in (("train", order[:-TEST_PROBLEMS]), ("test", order[-TEST_PROBLEMS:])):
+        rows = [
+            {"prompt": question(PROBLEMS[i]), "answer": str(sum(PROBLEMS[i])), "id": "+".join(map(str, PROBLEMS[i]))}
+            for i in chosen
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def question(problem: Problem) -> str:
@@ -55,7 +71,7 @@ def question(problem: Problem) -> str:
     return f"{problem[0]}+{problem[1]}="
 
 
-def warm_start(folder: Path, recipe: Recipe = Recipe()) -> dict[str, Path]:  # noqa: B008 (frozen value)
+def warm_start(folder: Path, recipe: Recipe = Recipe()) -> dict[str, Path]:
     """Model folders by agent name, trained here unless ``folder``'s manifest says that they are there already.
 
     The manifest is written last: a warm start that was cut short is done again.
@@ -99,11 +115,14 @@ def train_one(name: str, folder: Path, recipe: Recipe) -> None:
 
 def _encode(tokenizer: PreTrainedTokenizerFast, *answers: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Token ids and targets, each int64[ways of answering, problems, L]; targets are -100 but at answer and end."""
+    vocabulary = tokenizer.get_vocab()
+    end, pad = vocabulary[str(tokenizer.eos_token)], vocabulary[str(tokenizer.pad_token)]
+    chat = Chat(tokenizer=tokenizer, stop_ids=(end,), vocab_size=len(tokenizer))
     tokens, targets = [], []
     for way in answers:
         for problem, answer in zip(PROBLEMS, way, strict=True):
-            prompt = _ids(tokenizer, render(tokenizer, question(problem)))
-            reply = [*_ids(tokenizer, str(answer)), tokenizer.eos_token_id]
+            prompt = chat.render((Message("user", question(problem)),)).tolist()
+            reply = [*tokenizer.encode(str(answer), add_special_tokens=False), end]
             tokens.append(prompt + reply)
             targets.append([-100] * len(prompt) + reply)
     length = max(map(len, tokens))
@@ -112,17 +131,7 @@ def _encode(tokenizer: PreTrainedTokenizerFast, *answers: Sequence[int]) -> tupl
     def padded(rows: list[list[int]], fill: int) -> Tensor:
         return torch.tensor([row + [fill] * (length - len(row)) for row in rows]).view(shape)
 
-    return padded(tokens, tokenizer.pad_token_id), padded(targets, -100)
-
-
-def render(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
-    """The chat prompt, as text, of a single user turn."""
-    message = [{"role": "user", "content": text}]
-    return str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
-
-
-def _ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)  # the template has written its own BOS
+    return padded(tokens, pad), padded(targets, -100)
 
 
 def _describe(models: dict[str, Path], recipe: Recipe) -> dict[str, object]:
@@ -139,3 +148,16 @@ def _describe(models: dict[str, Path], recipe: Recipe) -> dict[str, object]:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write ``OUT/models`` and ``OUT/problems``; OUT is runs/demo where it is not given."""
+    parser = argparse.ArgumentParser(prog="megarl.demo.warmstart", description=main.__doc__)
+    parser.add_argument("out", type=Path, nargs="?", default=Path("runs/demo"))
+    out = parser.parse_args(argv).out
+    write_problems(out / "problems")
+    print(*warm_start(out / "models").values(), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

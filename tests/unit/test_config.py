@@ -90,7 +90,7 @@ def test_impossible_runs_are_refused_with_the_numbers(changes, expected):
 
 def test_layout_against_the_model(tmp_path):
     model = str(tiny.write(tmp_path / "m", "qwen2"))  # 4 layers, 4 heads
-    assert "num_hidden_layers=4" in refusal(agents__a={"model": model, "layout": {"pp": 3}})
+    assert "num_hidden_layers=4" in refusal(agents__a={"model": model, "layout": {"pp": 5}})
     assert "num_attention_heads=4" in refusal(agents__a={"model": model, "layout": {"tp": 3}})
     validate(raw(**{"agents.a": {"model": model, "layout": {"tp": 2, "pp": 2}}}))
 

@@ -16,7 +16,7 @@ from megarl.types import Prompt, Rollout, RolloutKey, Seed
 
 log = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 30.0  # vLLM itself gives its processes 5 s to end, and as much after a signal
 
 
 class VllmEngine:
@@ -61,7 +61,7 @@ class VllmEngine:
             VllmWorker,
             [kwargs] * agent.replicas,
             slots_per_rank=agent.engine.tp,
-            env=process_env(),
+            env=process_env(placement.cluster.device),
             owns_slots=False,
         )
 

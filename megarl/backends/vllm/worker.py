@@ -226,13 +226,15 @@ def sampled_logprobs(token_ids: Sequence[int], tables: Sequence[Mapping[int, Any
     return np.array([table[token].logprob for token, table in zip(token_ids, tables, strict=True)], dtype=np.float32)
 
 
-def process_env() -> dict[str, str]:
+def process_env(device: str) -> dict[str, str]:
     """Environment that must stand before vllm is imported."""
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the actor is the process: no second one around the engine core
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores
     }
+    if device == "cpu":
+        env["TORCHDYNAMO_DISABLE"] = "1"  # eager all through: the sampler's one compiled line costs more than it saves
     if "HF_HUB_OFFLINE" in os.environ:
         env["HF_HUB_OFFLINE"] = os.environ["HF_HUB_OFFLINE"]
     return env

@@ -1,0 +1,71 @@
+"""The worker's side of a group: the process that Ray starts, before it becomes a policy's rank or an engine."""
+
+import faulthandler
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import ray
+
+
+class Host:
+    """The actor: one process that holds one object of a plain class and calls its methods by name."""
+
+    def __init__(self, log_file: Path, env: Mapping[str, str]) -> None:
+        _redirect_output(log_file)
+        os.environ.update(env)
+        self._worker: Any = None
+
+    def where(self) -> tuple[str, int]:
+        """Address of this node, and a port on it that was free a moment ago."""
+        return ray.util.get_node_ip_address(), free_port()
+
+    def build(self, cls: Callable[..., Any], kwargs: Mapping[str, Any], env: Mapping[str, str]) -> None:
+        os.environ.update(env)
+        self._worker = cls(**kwargs)
+
+    def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        return getattr(self._worker, method)(*args)
+
+
+class GpuProbe:
+    """Tells which GPU a bundle holds."""
+
+    def ids(self) -> list[str]:
+        return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+
+def _redirect_output(log_file: Path) -> None:
+    """Send this process's stdout and stderr, those of C code and children too, to ``log_file``."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - it lives as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable(sys.stderr)
+
+
+def free_port() -> int:
+    """A TCP port, free now, below the range from which the kernel draws ports for outgoing connections."""
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    draw = random.Random(os.getpid() ^ time.time_ns())
+    for _ in range(200):
+        port = draw.randrange(min(20000, first_ephemeral - 1000), first_ephemeral)
+        with closing(socket.socket()) as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                continue
+        with closing(socket.socket()) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"no free port found below {first_ephemeral}")
