@@ -3,8 +3,11 @@
 A new backend adds an entry to POLICIES or SAMPLERS and inherits every test here.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,12 +16,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.backends.buckets import write_buckets
+from megarl.backends.cluster import Cluster, connect, place
 from megarl.backends.megatron.policy import MegatronPolicy
 from megarl.backends.protocols import Engine, Policy
 from megarl.backends.reference import ReferenceEngine, ReferencePolicy
+from megarl.backends.vllm.engine import VllmEngine
 from megarl.chat import Chat, open_chat
-from megarl.settings import AgentConfig, SamplingConfig
-from megarl.types import Message, Prompt, Seed
+from megarl.settings import AgentConfig, ClusterConfig, SamplingConfig
+from megarl.types import Message, Prompt, Rollout, Seed
 from tests.megatron.ranks import Pool
 
 
@@ -28,41 +33,80 @@ class PolicyArgs(NamedTuple):
     tokens_per_microbatch: int = 512
 
 
-OpenPolicy = Callable[[AgentConfig, PolicyArgs], AbstractContextManager[Policy]]
-OpenEngine = Callable[[AgentConfig, Chat], AbstractContextManager[Engine]]
+@dataclass
+class Host:
+    """What backends of other processes run on, shared by the tests of one file and started when first asked for."""
+
+    run_dir: Path
+    idle: list[Pool] = field(default_factory=list)  # Megatron ranks without a policy: their imports are paid once
+    names: Iterator[int] = field(default_factory=count)
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        return connect(ClusterConfig(nodes=1, gpus_per_node=16), self.run_dir)
+
+    def close(self) -> None:
+        for pool in self.idle:
+            pool.close()
+        if "cluster" in self.__dict__:
+            self.cluster.close()
 
 
 @contextmanager
-def reference_policy(agent: AgentConfig, args: PolicyArgs) -> Iterator[Policy]:
+def reference_policy(agent: AgentConfig, args: PolicyArgs, host: Host) -> Iterator[Policy]:
     policy = ReferencePolicy(agent, **args._asdict())
     yield policy
     policy.close()
 
 
 @contextmanager
-def reference_engine(agent: AgentConfig, chat: Chat) -> Iterator[Engine]:
+def megatron_policy(agent: AgentConfig, args: PolicyArgs, host: Host) -> Iterator[Policy]:
+    """One rank; layouts are compared with one another in tests/megatron."""
+    pool = host.idle.pop() if host.idle else Pool(1)
+    ranks = pool.ranks(agent=agent, temperature=args.temperature, keep_reference=args.kl_coef > 0)
+    policy = MegatronPolicy(agent, ranks, tokens_per_microbatch=args.tokens_per_microbatch)
+    yield policy
+    policy.close()
+    host.idle.append(pool)
+
+
+@contextmanager
+def reference_engine(agent: AgentConfig, chat: Chat, host: Host) -> Iterator[Engine]:
     engine = ReferenceEngine(agent, chat)
     yield engine
     engine.close()
 
 
-IDLE_PROCESSES: list[Pool] = []  # their imports are paid once; daemons, so they end with the tests
-
-
 @contextmanager
-def megatron_policy(agent: AgentConfig, args: PolicyArgs) -> Iterator[Policy]:
-    """One rank in a process of its own; layouts are compared with one another in tests/megatron."""
-    pool = IDLE_PROCESSES.pop() if IDLE_PROCESSES else Pool(1)
-    ranks = pool.ranks(agent=agent, temperature=args.temperature, keep_reference=args.kl_coef > 0)
-    policy = MegatronPolicy(agent, ranks, tokens_per_microbatch=args.tokens_per_microbatch)
-    yield policy
-    policy.close()
-    IDLE_PROCESSES.append(pool)
+def vllm_engine(agent: AgentConfig, chat: Chat, host: Host) -> Iterator[Engine]:
+    name = f"agent{next(host.names)}"
+    placement = place(host.cluster, {name: 1}, one_node={name: 1}, timeout_s=60)[name]
+    engine = VllmEngine(name, agent, placement, chat, LONGEST, {})
+    yield engine
+    engine.close()
 
 
-POLICIES: dict[str, OpenPolicy] = {"reference": reference_policy, "megatron": megatron_policy}
-SAMPLERS: dict[str, OpenEngine] = {"reference": reference_engine}
+class PolicyEntry(NamedTuple):
+    open: Callable[[AgentConfig, PolicyArgs, Host], AbstractContextManager[Policy]]
+    families: tuple[str, ...]  # of tests/tiny.py
 
+
+class EngineEntry(NamedTuple):
+    open: Callable[[AgentConfig, Chat, Host], AbstractContextManager[Engine]]
+    families: tuple[str, ...]
+
+
+POLICIES = {
+    "reference": PolicyEntry(reference_policy, ("qwen3", "llama")),  # tied and untied
+    "megatron": PolicyEntry(megatron_policy, ("qwen3", "llama")),
+}
+SAMPLERS = {
+    "reference": EngineEntry(reference_engine, ("qwen3", "llama")),
+    "vllm": EngineEntry(vllm_engine, ("qwen3",)),  # tied, the harder one; one, since engines start slowly
+}
+
+MODEL = {"scale": 2.0, "head_dim": 32}  # of tests/tiny.py: varied samples; vLLM's CPU attention has no smaller heads
+LONGEST = 256  # tokens of a prompt with its response
 SEED = Seed(run=11, step=0)
 SAMPLING = SamplingConfig(temperature=1.0, max_tokens=24)
 PROMPTS = [
@@ -104,3 +148,13 @@ def oracle_logprobs(model: PreTrainedModel, prompt_ids, token_ids, temperature: 
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0]
     return (logits / temperature).log_softmax(-1)[len(prompt_ids) - 1 : -1]
+
+
+def logprob_gap(model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float) -> float:
+    """Mean |logprob by the engine - by the model| over all response tokens."""
+    gaps = []
+    for r in rollouts:
+        all_logprobs = oracle_logprobs(model, r.prompt_ids, r.token_ids, temperature)
+        wanted = all_logprobs.gather(1, torch.tensor(r.token_ids)[:, None].long())[:, 0]
+        gaps += (wanted - torch.tensor(r.logprobs)).abs().tolist()
+    return sum(gaps) / len(gaps)

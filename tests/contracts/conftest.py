@@ -6,9 +6,40 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.contracts import backends
+from tests.contracts.backends import (
+    MODEL,
+    POLICIES,
+    SAMPLERS,
+    Host,
+    PolicyArgs,
+    agent_of,
+    chat_of,
+    named_weights,
+    oracle,
+    refit,
+)
 
-FAMILIES = ("qwen3", "llama")  # tied and untied
+
+def pytest_generate_tests(metafunc):
+    """Every backend on each of its families; where a test wants a policy and an engine, every pair of them."""
+    rows = [
+        {"family": family, "policy_name": policy, "sampler_name": sampler}
+        for family in ("qwen3", "llama")
+        for policy in (
+            [p for p in POLICIES if family in POLICIES[p].families] if _wants(metafunc, "policy_name") else [""]
+        )
+        for sampler in (
+            [s for s in SAMPLERS if family in SAMPLERS[s].families] if _wants(metafunc, "sampler_name") else [""]
+        )
+    ]
+    names = [n for n in ("family", "policy_name", "sampler_name") if _wants(metafunc, n)]
+    if names:
+        cases = [tuple(row[n] for n in names) for row in rows]
+        metafunc.parametrize(names, cases, ids=["-".join(c) for c in cases], scope="session")
+
+
+def _wants(metafunc, name):
+    return name in metafunc.fixturenames
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,53 +51,60 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="session", params=FAMILIES)
-def model(request, tmp_path_factory):
+@pytest.fixture(scope="session")
+def model(family, tmp_path_factory):
     """A tiny model's directory whose samples are varied: some end by either stop id, some are cut."""
-    return tiny.write(tmp_path_factory.mktemp("model") / request.param, request.param, scale=2.0)
+    return tiny.write(tmp_path_factory.mktemp("model") / family, family, **MODEL)
 
 
-@pytest.fixture(params=backends.POLICIES)
-def open_policy(request, model):
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    opened = Host(tmp_path_factory.mktemp("run"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def open_policy(policy_name, model, host):
     """Opens policies of the backend on the model: ``open_policy(temperature=1.0, ..., agent={...})``."""
     with ExitStack() as stack:
 
         def build(agent=None, **args):
-            return stack.enter_context(
-                backends.POLICIES[request.param](backends.agent_of(model, **(agent or {})), backends.PolicyArgs(**args))
-            )
+            config = agent_of(model, **(agent or {}))
+            return stack.enter_context(POLICIES[policy_name].open(config, PolicyArgs(**args), host))
 
         yield build
 
 
-@pytest.fixture(scope="module", params=backends.SAMPLERS)
-def sampler_name(request):
-    return request.param
+@pytest.fixture(scope="module")
+def engine(sampler_name, model, host):
+    """One engine for a whole file, because engines are slow to start; each test refits what it needs."""
+    with SAMPLERS[sampler_name].open(agent_of(model), chat_of(model), host) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
-def engine(sampler_name, model):
-    """One engine for a whole file, because engines are slow to start; each test refits what it needs."""
-    with backends.SAMPLERS[sampler_name](backends.agent_of(model), backends.chat_of(model)) as opened:
+def narrow(sampler_name, model, host):
+    """Another engine, with few places and a stream of its own."""
+    agent = agent_of(model, seed=5, engine={"max_sequences": 5})
+    with SAMPLERS[sampler_name].open(agent, chat_of(model), host) as opened:
         yield opened
 
 
 @pytest.fixture
 def fitted(engine, model):
     """The engine, awake, with the model's own weights."""
-    backends.refit(engine, backends.named_weights(backends.oracle(model)))
+    refit(engine, named_weights(oracle(model)))
     engine.wake()
     return engine
 
 
 @pytest.fixture
-def open_engine(sampler_name, model):
+def open_engine(sampler_name, model, host):
     """Opens a fresh engine of the backend: for what cannot be seen on one that was used."""
     with ExitStack() as stack:
 
         def build(path=model, **agent):
-            return stack.enter_context(
-                backends.SAMPLERS[sampler_name](backends.agent_of(path, **agent), backends.chat_of(path))
-            )
+            return stack.enter_context(SAMPLERS[sampler_name].open(agent_of(path, **agent), chat_of(path), host))
 
         yield build
