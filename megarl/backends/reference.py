@@ -24,7 +24,7 @@ from megarl.chat import Chat
 from megarl.loss import TokenBatch, pg_loss, summarize
 from megarl.packing import from_rollouts, minibatches, num_sequences, pack, response_tokens, unpack
 from megarl.settings import AgentConfig, BatchConfig, LossConfig, OptimizerConfig, SamplingConfig
-from megarl.types import Metrics, Need, Prompt, Rollout, RolloutKey, Sample, Seed, TokenStats
+from megarl.types import Metrics, Microbatch, Need, Prompt, Rollout, RolloutKey, Sample, Seed, TokenStats
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -66,10 +66,10 @@ class ReferencePolicy:
             logprobs_MV = self._log_softmax(self._model, batch)
             found = {"logprobs": _of_labels(logprobs_MV, batch)}
             if "entropy" in needs:
-                found["entropy"] = -torch.special.xlogy(logprobs_MV.exp(), logprobs_MV.exp()).sum(-1)
+                found["entropy"] = torch.special.entr(logprobs_MV.exp()).sum(-1)
             if "certainty" in needs:
                 found["certainty"] = -logprobs_MV.mean(-1) - np.log(logprobs_MV.shape[1])
-            if "reference" in needs:
+            if self._reference is not None and "reference" in needs:
                 found["reference"] = _of_labels(self._log_softmax(self._reference, batch), batch)
             for name, values_M in found.items():
                 named.setdefault(name, []).append(_at_mask(values_M, batch).numpy())
@@ -126,7 +126,7 @@ class ReferencePolicy:
             if master is not self._weights[name]:
                 self._weights[name].copy_(master)
 
-    def _pack(self, samples: Sequence[Sample], tokens_per_microbatch: int):
+    def _pack(self, samples: Sequence[Sample], tokens_per_microbatch: int) -> list[Microbatch]:
         (shard,) = pack(samples, dp=1, tokens_per_microbatch=tokens_per_microbatch)
         return shard
 
@@ -140,7 +140,7 @@ class ReferencePolicy:
         rows = torch.nn.utils.rnn.pad_sequence(list(token_ids), batch_first=True)
         where = torch.nn.utils.rnn.pad_sequence(list(mask), batch_first=True)
         hidden = model.base_model(input_ids=rows, use_cache=False).last_hidden_state
-        logits = model.get_output_embeddings()(hidden[where])
+        logits = _head(model)(hidden[where])
         return (logits.float() / self._temperature).log_softmax(dim=-1)
 
     def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
@@ -383,12 +383,18 @@ def _load_model(agent: AgentConfig) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(agent.model, dtype=DTYPES[agent.dtype]).eval()
 
 
+def _head(model: PreTrainedModel) -> torch.nn.Module:
+    head = model.get_output_embeddings()
+    assert head is not None, f"{type(model).__name__} is no language model"
+    return head
+
+
 @torch.no_grad()
 def _check_head(model: PreTrainedModel, name: str) -> None:
     """Refuse models that do more to their logits than multiply (soft-caps, scales): the policy computes them itself."""
-    token = torch.zeros(1, 1, dtype=torch.int64)
-    hidden = model.base_model(input_ids=token, use_cache=False).last_hidden_state
-    if not torch.equal(model.get_output_embeddings()(hidden), model(input_ids=token, use_cache=False).logits):
+    tokens = torch.tensor([[0, 1]])  # one of them may be the padding token, whose embedding is zero
+    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    if not torch.equal(_head(model)(hidden), model(input_ids=tokens, use_cache=False).logits):
         raise ValueError(f"model={name}: its {type(model).__name__} changes logits after the head; not supported")
 
 
