@@ -75,13 +75,6 @@ class Placement:
             raise ValueError(f"agent {self.agent}: {need} slots wanted, {len(self.bundles)} placed")
         return tuple(self.bundles[i : i + slots_per_seat] for i in range(0, need, slots_per_seat))
 
-    def first_ranks(self, world: int) -> tuple[int, ...]:
-        """The lowest of the ranks 0 .. world - 1 on each node."""
-        first: dict[str, int] = {}
-        for rank, (bundle,) in enumerate(self.seats(world)):
-            first.setdefault(bundle.node.id, rank)
-        return tuple(first.values())
-
 
 @dataclass(slots=True)
 class Cluster:
@@ -238,12 +231,13 @@ def place(
     """Disjoint sets of slots, one bundle per slot, an agent's bundles in rank order.
 
     ``one_node[agent]``: so many consecutive slots must share a node (the larger tensor-parallel size).
-    Raises ValueError, with wanted against available per node, when it cannot be met.
+    Raises ValueError, with wanted against available per node: at once where the nodes are too small, after
+    ``timeout_s`` where somebody holds their slots.
     """
-    free = _free_slots(cluster)
-    chunks_by_agent = plan_nodes(free, slots_by_agent, one_node)
-    placements: dict[str, Placement] = {}
     deadline = time.monotonic() + timeout_s
+    plan_nodes({node: node.slots for node in cluster.nodes}, slots_by_agent, one_node)
+    chunks_by_agent = _plan_free(cluster, slots_by_agent, one_node, deadline)
+    placements: dict[str, Placement] = {}
     for agent, chunks in chunks_by_agent.items():
         bundles: list[Bundle] = []
         for node, size in chunks:
@@ -261,6 +255,19 @@ def place(
             bundles += [Bundle(group, index, node) for index in range(size)]
         placements[agent] = Placement(cluster, agent, tuple(bundles))
     return placements
+
+
+def _plan_free(
+    cluster: Cluster, slots_by_agent: Mapping[str, int], one_node: Mapping[str, int], deadline: float
+) -> dict[str, list[tuple[Node, int]]]:
+    """A plan over the slots that are free; those of a job that has just ended take a moment to come back."""
+    while True:
+        try:
+            return plan_nodes(_free_slots(cluster), slots_by_agent, one_node)
+        except ValueError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
 def plan_nodes(

@@ -1,6 +1,7 @@
 """Placement and worker groups on a real Ray cluster of our own, on CPU."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,13 +103,14 @@ def test_the_cluster_is_our_own_and_listens_on_loopback_only(cluster):
 def test_agents_have_disjoint_slots(placements):
     held = [(bundle.group.id, bundle.index) for placement in placements.values() for bundle in placement.bundles]
     assert len(held) == len(set(held)) == 3
-    assert placements["ann"].first_ranks(2) == (0,)
 
 
 def test_more_slots_than_there_are(cluster, placements):
     start = time.monotonic()
     with pytest.raises(ValueError, match=r"agent eve: 2 slots wanted.*wanted 2 slots \(eve 2\), available 1 \(127"):
-        place(cluster, {"eve": 2}, one_node={}, timeout_s=20)
+        place(cluster, {"eve": 2}, one_node={}, timeout_s=1)
+    with pytest.raises(ValueError, match=r"agent eve: 8 slots wanted.*wanted 8 slots \(eve 8\), available 4 \(127"):
+        place(cluster, {"eve": 8}, one_node={}, timeout_s=20)
     with pytest.raises(ValueError, match="agent eve: its tensor-parallel group wants 8 slots in one node"):
         place(cluster, {"eve": 8}, one_node={"eve": 8}, timeout_s=20)
     assert time.monotonic() - start < 5
@@ -205,3 +207,36 @@ def test_a_port_that_was_taken_meanwhile_is_drawn_again(placements, tmp_path):
 def test_placing_is_undone_with_the_cluster(cluster, placements):
     assert all(isinstance(placement, Placement) for placement in placements.values())
     assert len(cluster.groups) == 2
+
+
+DRIVER = """
+import os, sys, time
+from pathlib import Path
+from megarl.backends.cluster import WorkerGroup, connect, place
+from megarl.settings import ClusterConfig
+from tests.integration.test_cluster import Clerk
+
+cluster = connect(ClusterConfig(device="cpu", gpus_per_node=1), Path(sys.argv[1]))
+group = WorkerGroup(place(cluster, {"ann": 1}, one_node={}, timeout_s=20)["ann"], "ann/policy", Clerk, [{}])
+print("ready", cluster.temp_dir, flush=True)
+group.call_all("slowly")
+"""
+
+
+def test_a_killed_driver_leaves_no_process(tmp_path):
+    root = str(Path(__file__).parents[2])
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([root, f"{root}/kernels"])},
+    )
+    word, temp_dir = driver.stdout.readline().split()
+    assert word == "ready"
+    below = psutil.Process(driver.pid).children(recursive=True)
+    assert len(below) > 3
+    driver.kill()
+    driver.wait()
+    alive = psutil.wait_procs(below, timeout=30)[1]
+    assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    shutil.rmtree(temp_dir)

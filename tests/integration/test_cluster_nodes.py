@@ -38,7 +38,7 @@ def test_a_tensor_parallel_agent_sits_in_one_node(cluster):
     assert len(set(nodes(placed["pair"]))) == 1
     assert set(nodes(placed["pair"])).isdisjoint(nodes(placed["x"]) + nodes(placed["y"]))
     with pytest.raises(ValueError, match=r"agent z: 1 slots wanted.*available 0 \(.* 0, .* 0\)"):
-        place(cluster, {"z": 1}, one_node={}, timeout_s=30)
+        place(cluster, {"z": 1}, one_node={}, timeout_s=1)
 
 
 def test_ranks_run_where_they_were_placed(cluster):
@@ -46,7 +46,6 @@ def test_ranks_run_where_they_were_placed(cluster):
     placed = place(cluster, {"big": 4}, one_node={"big": 2}, timeout_s=30)["big"]
     first, second = dict.fromkeys(nodes(placed))
     assert nodes(placed) == [first, first, second, second]
-    assert placed.first_ranks(4) == (0, 2)
     group = WorkerGroup(placed, "big/policy", Clerk, [{}] * 4)
     assert group.call_all("node") == nodes(placed)
     group.close()

@@ -262,5 +262,5 @@ def test_native_arguments_are_checked_against_vllm(placements):
 def test_a_wrong_native_argument_ends_the_start(placements, tmp_path):
     model: Path = ve.tiny.write(tmp_path, "llama", **ve.SHAPE)
     agent = AgentConfig(model=str(model), dtype="float32")
-    with pytest.raises(ValueError, match=r"^vllm\.no_such_thing: vLLM has no such engine argument"):
-        VllmEngine("ann", agent, placements["ann"], open_chat(str(model)), 64, {"no_such_thing": 1})
+    with pytest.raises(ValueError, match=r"vllm\.no_such_thing: vLLM has no such engine argument"):
+        VllmEngine("eve", agent, placements["ann"], open_chat(str(model)), 64, {"no_such_thing": 1})

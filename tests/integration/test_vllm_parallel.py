@@ -1,0 +1,88 @@
+"""Engines of two tensor-parallel ranks: tokens and logprobs after refits, and what is left of them at the end."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from megarl.backends.cluster import WorkerLost, connect, place
+from megarl.backends.reshard import reshard
+from megarl.settings import ClusterConfig, SamplingConfig
+from megarl.types import Seed
+from tests import vllm_engines as ve
+
+GREEDY = SamplingConfig(top_k=1, max_tokens=12)
+SAMPLE = SamplingConfig(temperature=0.5, max_tokens=16)
+SEED = Seed(run=1, step=3)
+FAMILIES = {"ann": "qwen2", "bob": "qwen3"}  # untied, tied
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    cluster = connect(ClusterConfig(device="cpu", gpus_per_node=4), tmp_path_factory.mktemp("run"))
+    placements = place(cluster, {"ann": 2, "bob": 2}, one_node={"ann": 2, "bob": 2}, timeout_s=30)
+    wanted = {name: (family, {"tp": 2}) for name, family in FAMILIES.items()}
+    made = ve.build(tmp_path_factory.mktemp("models"), placements, wanted)
+    yield made
+    for engine in made.values():
+        engine.close()
+    cluster.close()
+
+
+def processes(engine):
+    """The engine's actor and everything below it: all that writes to its log."""
+    log = str(engine._workers.log_file(0))
+    mine = [p for p in psutil.Process().children(recursive=True) if os.readlink(f"/proc/{p.pid}/fd/1") == log]
+    (actor,) = [p for p in mine if p.ppid() not in {other.pid for other in mine}]
+    return actor, [p for p in mine if p != actor]
+
+
+def gone(processes, seconds=30.0):
+    alive = psutil.wait_procs(processes, timeout=seconds)[1]
+    return not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_and_logprobs_equal_transformers_after_every_refit(engines, name):
+    said = []
+    for version in (1, 2):
+        model = ve.random_model(FAMILIES[name], seed=version)
+        reshard(ve.Weights(model), engines[name], version, ve.BUCKET)
+        rollouts = engines[name].generate(ve.prompts(agent=name), SEED, GREEDY)
+        said.append([r.token_ids.tolist() for r in rollouts])
+        assert said[-1] == [ve.greedy(model, r.prompt_ids, 12, (2, 6)) for r in rollouts]
+        sampled = engines[name].generate(ve.prompts(n=2, agent=name), SEED, SAMPLE)
+        assert ve.drift(model, sampled, 0.5).mean() < 1e-5
+        assert max(int(r.token_ids.max()) for r in sampled) < 130
+    assert all(one != other for one, other in zip(*said, strict=True)), "the refit changed nothing that shows"
+    assert ve.drift(ve.random_model(FAMILIES[name], seed=1), sampled, 0.5).mean() > 0.1
+
+
+def test_a_missing_weight_raises_on_both_ranks_and_is_mended(engines):
+    model = ve.random_model("qwen3", seed=3)
+    lacking = ve.Weights(model)
+    del lacking.named["model.layers.0.self_attn.k_proj.weight"]
+    with pytest.raises(ValueError, match=r"never came .*: model\.layers\.0\.self_attn\.k_proj\.weight"):
+        reshard(lacking, engines["bob"], 3, ve.BUCKET)
+    reshard(ve.Weights(model), engines["bob"], 3, ve.BUCKET)
+    assert ve.drift(model, engines["bob"].generate(ve.prompts(), SEED, SAMPLE), 0.5).mean() < 1e-5
+
+
+def test_closing_leaves_no_process(engines):
+    actor, children = processes(engines["bob"])
+    assert len(children) >= 2
+    engines["bob"].close()
+    assert gone([actor, *children])
+
+
+def test_a_killed_engine_takes_its_ranks_along_and_is_named(engines):
+    actor, children = processes(engines["ann"])
+    assert len(children) >= 2
+    os.kill(actor.pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerLost, match=r"ann/engine rank 0 of 1 .* died"):
+        engines["ann"].generate(ve.prompts(), SEED, GREEDY)
+    assert time.monotonic() - start < 60
+    assert gone(children)
