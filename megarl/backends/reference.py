@@ -5,6 +5,7 @@ response tokens.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class ReferencePolicy:
     """A transformers model, its Adam or SGD, and the frozen initial weights where ``kl_coef`` asks for them.
 
-    Each update's KL coefficient is the agent's, or its loss section's where the agent has none. In bfloat16 the optimizer works on float32 master weights, as Megatron's does.
+    An update's KL coefficient is the agent's, or the loss section's where the agent has none. In bfloat16 the optimizer
+    works on float32 master weights, as Megatron's does.
     """
 
     def __init__(
@@ -79,46 +81,55 @@ class ReferencePolicy:
     def update(
         self, samples: Sequence[Sample], loss: LossConfig, batch: BatchConfig, learning_rates: Sequence[float]
     ) -> Metrics:
-        """See Policy. An optimizer step without any response token is left out."""
+        """See Policy. A part without any response token takes no optimizer step.
+
+        ``skipped_steps`` counts steps whose gradient was not finite: the weights did not move. ``tokens`` and
+        ``microbatches`` are sums too.
+        """
         self._check_resident("update")
-        totals: Counter[str] = Counter()
-        updates = 0
+        totals: Metrics = {"tokens": 0.0, "microbatches": 0.0, "skipped_steps": 0.0}
+        reports: list[Metrics] = []
         for part, lr in zip(minibatches(samples, len(learning_rates)), learning_rates, strict=True):
             if response_tokens(part):
-                totals.update(self._step(part, loss, batch.tokens_per_microbatch, lr))
-                updates += 1
+                microbatches = self._pack(part, batch.tokens_per_microbatch)
+                report = self._backward(microbatches, loss, response_tokens(part), num_sequences(part))
+                report["grad_norm"] = self._optimize(lr)
+                reports.append(report)
+                totals["tokens"] += response_tokens(part)
+                totals["microbatches"] += len(microbatches)
+                totals["skipped_steps"] += not math.isfinite(report["grad_norm"])
         self.version += 1
-        return {name: total / updates for name, total in totals.items()}
+        return {name: sum(r[name] for r in reports) / len(reports) for name in (reports[0] if reports else ())} | totals
 
-    def _step(self, part: Sequence[Sample], loss: LossConfig, tokens_per_microbatch: int, lr: float) -> Metrics:
-        sums: Counter[str] = Counter()
-        for batch in map(TokenBatch.of, self._pack(part, tokens_per_microbatch)):
+    def _backward(
+        self, microbatches: Sequence[Microbatch], loss: LossConfig, num_tokens: int, num_sequences: int
+    ) -> Metrics:
+        """Metrics of one optimizer step's loss, whose gradient is left at the weights."""
+        sums = Counter[str]()
+        kl_coef = loss.kl_coef if self._kl_coef is None else self._kl_coef
+        for batch in map(TokenBatch.of, microbatches):
             logprobs_T = _at_mask(_of_labels(self._log_softmax(self._model, batch), batch), batch)
             value, metrics = pg_loss(
-                logprobs_T,
-                batch,
-                loss,
-                num_tokens=response_tokens(part),
-                num_sequences=num_sequences(part),
-                kl_coef=loss.kl_coef if self._kl_coef is None else self._kl_coef,
+                logprobs_T, batch, loss, num_tokens=num_tokens, num_sequences=num_sequences, kl_coef=kl_coef
             )
             value.backward()
             sums.update({name: float(x) for name, x in metrics.items()})
-        return {**summarize(sums), "grad_norm": self._optimize(lr)}
+        return summarize(sums)
 
     def _optimize(self, lr: float) -> float:
-        """Global norm of the gradient before clipping; one step is taken and the gradient cleared."""
+        """Global norm of the gradient before clipping; one step is taken, if it is finite, and the gradient cleared."""
         for name, master in self._masters.items():
             weight = self._weights[name]
             if master is not weight and weight.grad is not None:
                 master.grad, weight.grad = weight.grad.float(), None
-        norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), self._clip_grad or torch.inf)
+        norm = float(torch.nn.utils.clip_grad_norm_(self._masters.values(), self._clip_grad or torch.inf))
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        self._optimizer.step()
+        if math.isfinite(norm):
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._publish()
-        return float(norm)
+        return norm
 
     @torch.no_grad()
     def _publish(self) -> None:
