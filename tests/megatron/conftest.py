@@ -1,6 +1,6 @@
-"""Rank processes and tiny models, made once for all tests of the Megatron policy."""
+"""Policies on real ranks, and tiny models made once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,16 +8,9 @@ import pytest
 from megarl.backends.megatron.policy import MegatronPolicy
 from megarl.settings import AgentConfig, LayoutConfig, OptimizerConfig
 from tests import tiny
-from tests.megatron.ranks import LocalRanks, Pool
+from tests.megatron.ranks import LocalRanks
 
 TOKENS = 128  # per microbatch
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    made = Pool(4)
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +23,7 @@ Open = Callable[..., tuple[MegatronPolicy, LocalRanks]]
 
 
 @pytest.fixture
-def policy(pool: Pool, request: pytest.FixtureRequest) -> Open:
+def policy(request: pytest.FixtureRequest) -> Open:
     """``policy(model_dir, layout, ...)`` -> a policy on real ranks, closed by the next one or at the test's end."""
     opened: list[LocalRanks] = []
 
@@ -55,7 +48,7 @@ def policy(pool: Pool, request: pytest.FixtureRequest) -> Open:
             layout=layout or LayoutConfig(),
             optimizer=optimizer or OptimizerConfig(name="sgd", lr=0.02),
         )
-        ranks = pool.ranks(agent=agent, temperature=temperature, **kwargs)
+        ranks = LocalRanks(agent=agent, temperature=temperature, **kwargs)
         opened.append(ranks)
         return MegatronPolicy(agent, ranks, tokens_per_microbatch=tokens), ranks
 

@@ -1,79 +1,85 @@
 """Rank processes on this machine: what the policy tests use in place of Ray. Real Megatron over gloo in each."""
 
+import functools
 import logging
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
-START_S = 120.0
 CALL_S = 120.0
 
 
-class Pool:
-    """Processes that become the ranks of one policy after another; their imports are paid once."""
+@functools.cache
+def _context() -> ForkServerContext:
+    """Processes are forked from one that has imported Megatron, so that its import is paid once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.megatron.preload"])
+    return context
 
-    def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.megatron.preload"])
+
+class LocalRanks:
+    """The ranks of one policy: ``call_all``, ``call_each``, ``close``, and ``run`` for what only tests do.
+
+    Whatever one rank raises is raised here at once, and all of them end.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.world = kwargs["agent"].layout.world
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, theirs), daemon=True)
+        for _ in range(self.world):
+            ours, theirs = _context().Pipe()
+            process = _context().Process(target=serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
+        port = str(_free_port())
+        shared = {"WORLD_SIZE": str(self.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        self._ask([("build", (kwargs, {"RANK": str(rank)} | shared)) for rank in range(self.world)])
 
-    def ranks(self, **kwargs: Any) -> "LocalRanks":
-        """The ranks of a new policy: ``make_worker(**kwargs)`` in as many processes as its layout asks for."""
-        return LocalRanks(self, kwargs)
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        return self._ask([("call", (method, args))] * self.world)
+
+    def call_each(self, method: str, args_per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return self._ask([("call", (method, args)) for args in args_per_rank])
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """``fn(worker, *args)`` on every rank; ``fn`` is a module's function."""
+        return self._ask([("run", (fn, args))] * self.world)
 
     def close(self) -> None:
         for process in self.processes:
             process.kill()
+        for process in self.processes:
+            process.join()
 
-
-class LocalRanks:
-    """A worker group: ``call_all``, ``call_each``, ``close``, and ``run`` for what only tests do."""
-
-    def __init__(self, pool: Pool, kwargs: dict[str, Any]) -> None:
-        self.world = kwargs["agent"].layout.world
-        self.pipes = pool.pipes[: self.world]
-        port = _free_port()
-        self._ask([("build", (kwargs, self.world, port))] * self.world, START_S)
-
-    def call_all(self, method: str, *args: Any) -> list[Any]:
-        return self._ask([("call", (method, args))] * self.world, CALL_S)
-
-    def call_each(self, method: str, args_per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self._ask([("call", (method, args)) for args in args_per_rank], CALL_S)
-
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """``fn(worker, *args)`` on every rank; ``fn`` is a module's function."""
-        return self._ask([("run", (fn, args))] * self.world, CALL_S)
-
-    def close(self) -> None:
-        self._ask([("call", ("close", ()))] * self.world, CALL_S)
-
-    def _ask(self, asks: Sequence[tuple[str, Any]], timeout_s: float) -> list[Any]:
+    def _ask(self, asks: Sequence[tuple[str, Any]]) -> list[Any]:
         for pipe, ask in zip(self.pipes, asks, strict=True):
             pipe.send(ask)
-        answers = []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(timeout_s):
-                raise TimeoutError(f"rank {rank} did not answer {asks[rank][0]} within {timeout_s} s")
-            answers.append(pipe.recv())
-        for value, error in answers:
-            if isinstance(error, BaseException):
-                raise error
-        return [value for value, _ in answers]
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + CALL_S
+        while len(answers) < self.world:
+            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                raise TimeoutError(f"{len(waiting)} ranks did not answer {asks[0][0]} in {CALL_S:.0f} s")
+            for pipe in ready:
+                value, error = pipe.recv()
+                if error is not None:
+                    self.close()
+                    raise error
+                answers[self.pipes.index(pipe)] = value
+        return [answers[rank] for rank in range(self.world)]
 
 
 def _free_port() -> int:
@@ -82,7 +88,8 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def serve(rank: int, pipe: Connection) -> None:
+def serve(pipe: Connection) -> None:
+    """Build a worker, then do what is asked of it until the other side is gone."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     from megarl.backends.megatron.policy import make_worker
@@ -90,20 +97,18 @@ def serve(rank: int, pipe: Connection) -> None:
     worker: Any = None
     while True:
         try:
-            verb, what = pipe.recv()
+            verb, (what, args) = pipe.recv()
         except EOFError:
             return
         try:
             if verb == "build":
-                kwargs, world, port = what
-                os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
-                os.environ["MASTER_ADDR"] = "127.0.0.1"
-                worker = make_worker(**kwargs)
+                os.environ.update(args)
+                worker = make_worker(**what)
                 answer = None
             elif verb == "call":
-                answer = getattr(worker, what[0])(*what[1])
+                answer = getattr(worker, what)(*args)
             else:
-                answer = what[0](worker, *what[1])
+                answer = what(worker, *args)
             pipe.send((answer, None))
         except Exception as error:
             error.add_note(traceback.format_exc())

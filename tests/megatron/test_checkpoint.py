@@ -30,7 +30,7 @@ def _run(policy: Any, updates: int) -> list:
         ("llama", LayoutConfig(tp=2, dp=2, sp=True), ADAM),
         ("llama", LayoutConfig(cp=2), OptimizerConfig(name="sgd", lr=LR)),
     ),
-    ids=str,
+    ids=("one rank", "TP2xPP2", "TP2xDP2+SP", "CP2, SGD"),
 )
 def test_resume_is_bitwise(family, layout, optimizer, models, policy, tmp_path):
     """case-E13: 4 updates against 2 + 2."""

@@ -28,7 +28,7 @@ def _double(worker: Any) -> None:
 @pytest.mark.parametrize("layout", (LayoutConfig(), LayoutConfig(tp=2, pp=2), LayoutConfig(tp=4)), ids=str)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_export_is_the_source(family, layout, models, policy):
-    """case-D1 at TP 4 with 2 key/value heads, case-E9: qwen3's tied head comes once, the others' heads are their own."""
+    """case-D1 at TP 4 with 2 key/value heads, case-E9: qwen3's tied head comes once, the others have heads."""
     opened, ranks = policy(models[family], layout)
     exported, source = data.weights(opened), _source(models[family])
     assert data.worst(exported, source) == 0

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from megarl import packing
+from megarl.backends.megatron.policy import MegatronPolicy
 from megarl.settings import AgentConfig, BatchConfig, LayoutConfig, LossConfig, OptimizerConfig
 from tests import tiny
 from tests.megatron import data
+from tests.megatron.ranks import LocalRanks
 
 SGD = OptimizerConfig(name="sgd", lr=0.05)
 BATCH = BatchConfig(tokens_per_microbatch=128)
@@ -196,11 +198,9 @@ def test_sgd_needs_float32(models, policy):
         policy(models["llama"], optimizer=SGD, dtype="bfloat16")
 
 
-def test_kl_coefficient_of_the_agent_wins(models, pool):
-    from megarl.backends.megatron.policy import MegatronPolicy
-
+def test_kl_coefficient_of_the_agent_wins(models):
     agent = AgentConfig(model=str(models["llama"]), dtype="float32", optimizer=SGD, kl_coef=0.5)
-    ranks = pool.ranks(agent=agent, temperature=0.7, keep_reference=True)
+    ranks = LocalRanks(agent=agent, temperature=0.7, keep_reference=True)
     try:
         opened = MegatronPolicy(agent, ranks, tokens_per_microbatch=128)
         seen = data.rollouts()

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -63,3 +64,23 @@ def test_stand_ins_are_gone_after_the_import_and_adam_needs_its_step(models, pol
     assert ranks.run(_no_honest_import) == ["absent"]
     opened.save(tmp_path / "saved")
     assert ranks.run(_adam_step, str(tmp_path / "saved")) == ["'step'"]
+
+
+def test_saving_still_wants_a_process_of_its_own():
+    """Without the replacement the queue is a manager's proxy."""
+    code = (
+        "from megatron.core.dist_checkpointing.strategies import filesystem_async as f; import inspect;"
+        "assert 'Manager()' in inspect.getsource(f.get_write_results_queue)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def _children(worker: Any) -> int:
+    return len(psutil.Process().children(recursive=True))
+
+
+def test_saving_leaves_no_processes(models, policy, tmp_path):
+    opened, ranks = policy(models["qwen2"], LayoutConfig(dp=2))
+    before = ranks.run(_children)
+    opened.save(tmp_path / "saved")
+    assert ranks.run(_children) == before == [0, 0]

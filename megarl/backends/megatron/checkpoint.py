@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 
+from megarl.backends.megatron import patches
 from megarl.backends.megatron.model import Model, Optimizer
 
 
 def save(path: Path, model: Model, optimizer: Optimizer, version: int) -> None:
     """Write ``path``, a directory that exists and is empty; all ranks together."""
+    patches.save_in_process()
     dist_checkpointing.save(_state(model, optimizer, version, loading=False), str(path))
 
 

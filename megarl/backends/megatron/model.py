@@ -116,6 +116,10 @@ def build_model(
     inner = provider.provide(pre_process=groups.pp.rank() == 0, post_process=groups.pp.rank() == groups.pp.size() - 1)
     check_rope(hf, inner.rotary_pos_emb.inv_freq, provider.seq_len_interpolation_factor)
     bridge.load_hf_weights([inner])
+    for p in inner.parameters():
+        # one bucket per buffer: a tied embedding's own bucket is padded in the buffer but not in the copy that a
+        # checkpoint is made of, which shifts every later parameter (distrib_optimizer.py 1400 against 1780)
+        p.shared_embedding = False
     wrapped = Float16Module(provider, inner.to(device)) if provider.bf16 else inner.to(device)
     chunk = DistributedDataParallel(
         config=provider,

@@ -1,10 +1,11 @@
-"""What has to be put in place where TransformerEngine is not installed: names for Megatron-Bridge, Adam's step.
+"""What is replaced in Megatron on any machine, with a GPU or without one; what only a CPU needs is in ``cpu``.
 
-Both belong to machines without TransformerEngine, with a GPU or without one. Versions are checked; each has a test in
-``tests/megatron/test_shim.py`` that fails once the library no longer needs it.
+Versions are checked; each replacement has a test in ``tests/megatron/test_shim.py`` that fails once the library no
+longer needs it.
 """
 
 import functools
+import queue
 import sys
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -94,6 +95,19 @@ class _StandIns(MetaPathFinder, Loader):
         return _StandInModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None: ...
+
+
+@functools.cache
+def save_in_process() -> None:
+    """Hand the results of a checkpoint's writes over in this process.
+
+    megarl saves synchronously; megatron-core, ready for asynchronous saving, would start a manager process per rank for
+    that (filesystem_async.py 64), which outlives a killed rank.
+    """
+    _expect("megatron-core", CORE)
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async.get_write_results_queue = lambda mp_mode="spawn": queue.Queue()
 
 
 @functools.cache

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors.torch import save_file
 
 from megarl.backends.megatron import checkpoint, cpu
@@ -196,11 +195,6 @@ class MegatronWorker:
             self.optimizer.to_device(self.device)
             torch.cuda.synchronize()
         self._resident = True
-
-    def close(self) -> None:
-        """Leave the process groups; this process may then become a rank of another policy."""
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
     def _check_resident(self, doing: str) -> None:
         if not self._resident:
