@@ -5,6 +5,7 @@ response tokens.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from megarl.chat import Chat
 from megarl.loss import TokenBatch, pg_loss, summarize
 from megarl.packing import from_rollouts, minibatches, num_sequences, pack, response_tokens, unpack
 from megarl.settings import AgentConfig, BatchConfig, LossConfig, OptimizerConfig, SamplingConfig
-from megarl.types import Metrics, Need, Prompt, Rollout, RolloutKey, Sample, Seed, TokenStats
+from megarl.types import Metrics, Microbatch, Need, Prompt, Rollout, RolloutKey, Sample, Seed, TokenStats
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -32,7 +33,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class ReferencePolicy:
     """A transformers model, its Adam or SGD, and the frozen initial weights where ``kl_coef`` asks for them.
 
-    Each update's KL coefficient is the agent's, or its loss section's where the agent has none. In bfloat16 the optimizer works on float32 master weights, as Megatron's does.
+    An update's KL coefficient is the agent's, or the loss section's where the agent has none. In bfloat16 the optimizer
+    works on float32 master weights, as Megatron's does.
     """
 
     def __init__(
@@ -66,10 +68,10 @@ class ReferencePolicy:
             logprobs_MV = self._log_softmax(self._model, batch)
             found = {"logprobs": _of_labels(logprobs_MV, batch)}
             if "entropy" in needs:
-                found["entropy"] = -torch.special.xlogy(logprobs_MV.exp(), logprobs_MV.exp()).sum(-1)
+                found["entropy"] = torch.special.entr(logprobs_MV.exp()).sum(-1)
             if "certainty" in needs:
                 found["certainty"] = -logprobs_MV.mean(-1) - np.log(logprobs_MV.shape[1])
-            if "reference" in needs:
+            if self._reference is not None and "reference" in needs:
                 found["reference"] = _of_labels(self._log_softmax(self._reference, batch), batch)
             for name, values_M in found.items():
                 named.setdefault(name, []).append(_at_mask(values_M, batch).numpy())
@@ -79,46 +81,55 @@ class ReferencePolicy:
     def update(
         self, samples: Sequence[Sample], loss: LossConfig, batch: BatchConfig, learning_rates: Sequence[float]
     ) -> Metrics:
-        """See Policy. An optimizer step without any response token is left out."""
+        """See Policy. A part without any response token takes no optimizer step.
+
+        ``skipped_steps`` counts steps whose gradient was not finite: the weights did not move. ``tokens`` and
+        ``microbatches`` are sums too.
+        """
         self._check_resident("update")
-        totals: Counter[str] = Counter()
-        updates = 0
+        totals: Metrics = {"tokens": 0.0, "microbatches": 0.0, "skipped_steps": 0.0}
+        reports: list[Metrics] = []
         for part, lr in zip(minibatches(samples, len(learning_rates)), learning_rates, strict=True):
             if response_tokens(part):
-                totals.update(self._step(part, loss, batch.tokens_per_microbatch, lr))
-                updates += 1
+                microbatches = self._pack(part, batch.tokens_per_microbatch)
+                report = self._backward(microbatches, loss, response_tokens(part), num_sequences(part))
+                report["grad_norm"] = self._optimize(lr)
+                reports.append(report)
+                totals["tokens"] += response_tokens(part)
+                totals["microbatches"] += len(microbatches)
+                totals["skipped_steps"] += not math.isfinite(report["grad_norm"])
         self.version += 1
-        return {name: total / updates for name, total in totals.items()}
+        return {name: sum(r[name] for r in reports) / len(reports) for name in (reports[0] if reports else ())} | totals
 
-    def _step(self, part: Sequence[Sample], loss: LossConfig, tokens_per_microbatch: int, lr: float) -> Metrics:
-        sums: Counter[str] = Counter()
-        for batch in map(TokenBatch.of, self._pack(part, tokens_per_microbatch)):
+    def _backward(
+        self, microbatches: Sequence[Microbatch], loss: LossConfig, num_tokens: int, num_sequences: int
+    ) -> Metrics:
+        """Metrics of one optimizer step's loss, whose gradient is left at the weights."""
+        sums = Counter[str]()
+        kl_coef = loss.kl_coef if self._kl_coef is None else self._kl_coef
+        for batch in map(TokenBatch.of, microbatches):
             logprobs_T = _at_mask(_of_labels(self._log_softmax(self._model, batch), batch), batch)
             value, metrics = pg_loss(
-                logprobs_T,
-                batch,
-                loss,
-                num_tokens=response_tokens(part),
-                num_sequences=num_sequences(part),
-                kl_coef=loss.kl_coef if self._kl_coef is None else self._kl_coef,
+                logprobs_T, batch, loss, num_tokens=num_tokens, num_sequences=num_sequences, kl_coef=kl_coef
             )
             value.backward()
             sums.update({name: float(x) for name, x in metrics.items()})
-        return {**summarize(sums), "grad_norm": self._optimize(lr)}
+        return summarize(sums)
 
     def _optimize(self, lr: float) -> float:
-        """Global norm of the gradient before clipping; one step is taken and the gradient cleared."""
+        """Global norm of the gradient before clipping; one step is taken, if it is finite, and the gradient cleared."""
         for name, master in self._masters.items():
             weight = self._weights[name]
             if master is not weight and weight.grad is not None:
                 master.grad, weight.grad = weight.grad.float(), None
-        norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), self._clip_grad or torch.inf)
+        norm = float(torch.nn.utils.clip_grad_norm_(self._masters.values(), self._clip_grad or torch.inf))
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        self._optimizer.step()
+        if math.isfinite(norm):
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._publish()
-        return float(norm)
+        return norm
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -126,7 +137,7 @@ class ReferencePolicy:
             if master is not self._weights[name]:
                 self._weights[name].copy_(master)
 
-    def _pack(self, samples: Sequence[Sample], tokens_per_microbatch: int):
+    def _pack(self, samples: Sequence[Sample], tokens_per_microbatch: int) -> list[Microbatch]:
         (shard,) = pack(samples, dp=1, tokens_per_microbatch=tokens_per_microbatch)
         return shard
 
@@ -140,7 +151,7 @@ class ReferencePolicy:
         rows = torch.nn.utils.rnn.pad_sequence(list(token_ids), batch_first=True)
         where = torch.nn.utils.rnn.pad_sequence(list(mask), batch_first=True)
         hidden = model.base_model(input_ids=rows, use_cache=False).last_hidden_state
-        logits = model.get_output_embeddings()(hidden[where])
+        logits = _head(model)(hidden[where])
         return (logits.float() / self._temperature).log_softmax(dim=-1)
 
     def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
@@ -383,12 +394,18 @@ def _load_model(agent: AgentConfig) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(agent.model, dtype=DTYPES[agent.dtype]).eval()
 
 
+def _head(model: PreTrainedModel) -> torch.nn.Module:
+    head = model.get_output_embeddings()
+    assert head is not None, f"{type(model).__name__} is no language model"
+    return head
+
+
 @torch.no_grad()
 def _check_head(model: PreTrainedModel, name: str) -> None:
     """Refuse models that do more to their logits than multiply (soft-caps, scales): the policy computes them itself."""
-    token = torch.zeros(1, 1, dtype=torch.int64)
-    hidden = model.base_model(input_ids=token, use_cache=False).last_hidden_state
-    if not torch.equal(model.get_output_embeddings()(hidden), model(input_ids=token, use_cache=False).logits):
+    tokens = torch.tensor([[0, 1]])  # one of them may be the padding token, whose embedding is zero
+    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    if not torch.equal(_head(model)(hidden), model(input_ids=tokens, use_cache=False).logits):
         raise ValueError(f"model={name}: its {type(model).__name__} changes logits after the head; not supported")
 
 

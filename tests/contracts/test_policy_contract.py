@@ -180,6 +180,24 @@ def test_an_empty_update_moves_only_the_version(open_policy):
     assert equal(weights_of(policy), weights_of(idle)) and not equal(weights_of(idle), before)
 
 
+def test_a_gradient_that_is_not_finite_moves_nothing(open_policy):
+    policy = open_policy()
+    samples = make_samples(policy, make_rollouts())
+    before = weights_of(policy)
+    metrics = policy.update([replace(samples[0], advantage=float("nan")), *samples[1:]], LOSS, BATCH, [1e-3])
+    assert metrics["skipped_steps"] == 1.0 and equal(weights_of(policy), before)
+    assert policy.update(samples, LOSS, BATCH, [1e-3])["skipped_steps"] == 0.0
+    assert all(torch.isfinite(w).all() for w in weights_of(policy).values())
+
+
+def test_metrics_by_name(open_policy):
+    policy = open_policy()
+    samples = make_samples(policy, make_rollouts())
+    metrics = policy.update(samples, LOSS, BATCH, [1e-3, 1e-3])
+    assert {"loss", "kl", "clip_share", "grad_norm", "ratio", "tis_weight"} <= metrics.keys()
+    assert metrics["tokens"] == response_tokens(samples) and metrics["microbatches"] >= 2
+
+
 def test_gradient_clipping_and_weight_decay(open_policy, model):
     clipped = open_policy(agent={"optimizer": {"name": "sgd", "clip_grad": 1e-3}})
     before = weights_of(clipped)
