@@ -1,4 +1,4 @@
-"""The real cohort: Megatron policies (TP=2 and PP=2) and vLLM engines under Ray, interrupted, reordered and replicated."""
+"""The real cohort: Megatron policies (TP=2, PP=2) and vLLM engines under Ray; killed, reordered, replicated."""
 
 import os
 import random
