@@ -171,7 +171,7 @@ class ClusterConfig(Section):
     nodes: int = Field(1, ge=1)
     gpus_per_node: int = Field(8, ge=1, description="on CPU: process slots per node")
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    start_timeout_s: float = Field(60.0, gt=0, description="for placement, and for each worker group to answer")
+    start_timeout_s: float = Field(60.0, gt=0, description="for nodes to come up and slots to be granted")
     threads_per_rank: int = Field(1, ge=1, description="CPU threads of each rank")
 
 

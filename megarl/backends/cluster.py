@@ -423,7 +423,7 @@ class WorkerGroup:
             )
             self._actors.append(host.remote(self.log_file(rank), visible[rank]))
         found = self._gather(
-            [actor.where.remote() for actor in self._actors], "its start", cluster.config.start_timeout_s
+            [actor.where.remote() for actor in self._actors], "its start", build_timeout_s
         )
         address, port = found[0]
         self._gather(
