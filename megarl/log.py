@@ -147,7 +147,7 @@ class RunLog:
     def _note(self, step: int) -> str:
         seconds = self._last_step_seconds
         rate = sum(self._tokens.values()) / seconds
-        return f"{rate:,.0f} tokens/s, {seconds:.1f} s/step, ETA {(self._steps - step - 1) * seconds:.0f} s"
+        return f"{rate:,.0f} tokens/s, {seconds:.1f} s/step, ETA {max(0, self._steps - step - 1) * seconds:.0f} s"
 
     def _write(self, step: int) -> None:
         row = {"step": step, **dict(sorted(self._row.items()))}

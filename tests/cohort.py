@@ -1,6 +1,8 @@
 """A small cohort to train in tests: two tiny random models of different families, and sums as prompts."""
 
 import json
+import subprocess
+import time
 from pathlib import Path
 
 from tests import tiny
@@ -60,3 +62,12 @@ def raw(folder: Path, **changes) -> dict:
 def comparable(rows: list[dict]) -> list[dict]:
     """Metric rows without what depends on the clock."""
     return [{key: value for key, value in row.items() if "/time/" not in key} for row in rows]
+
+
+def wait_for_rows(file: Path, count: int, process: subprocess.Popen) -> None:
+    """Until a run has logged so many steps, or has ended."""
+    deadline = time.monotonic() + 400
+    while process.poll() is None and time.monotonic() < deadline:
+        if file.is_file() and len(file.read_text().splitlines()) >= count:
+            return
+        time.sleep(0.002)

@@ -139,6 +139,7 @@ def connect(cfg: ClusterConfig, run_dir: Path) -> Cluster:
             object_store_memory=_object_store_bytes(),
             _node_ip_address="127.0.0.1",
             _temp_dir=str(temp_dir),
+            _system_config={"worker_niceness": 0},  # ranks and engines are the job, not background work
             **slots,
         )
     nodes = _wait_for_nodes(cfg, device)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from megarl.backends.reshard import reshard
-from megarl.rollouts import read, step_path
 from safetensors.torch import load_file, save_file
 
 import megarl.agents
+from megarl.backends.reshard import reshard
 from megarl.config import validate
 from megarl.log import read_metrics
+from megarl.rollouts import read, step_path
 from megarl.train import GuardStop, train
 from tests import cohort
 
@@ -147,14 +147,6 @@ def test_a_perturbed_engine_is_caught(folder, monkeypatch):
     assert read_metrics(warned)[0]["agent/ann/policy/logprob_drift_mean"] > 1e-4
 
 
-def wait_for_rows(file: Path, count: int, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        if file.is_file() and len(file.read_text().splitlines()) >= count:
-            return
-        time.sleep(0.002)
-
-
 @pytest.mark.parametrize("moment", ["early", "saving", "late"])
 def test_killed_at_a_random_moment_and_resumed(folder, plain, moment):
     """kill -9, then --resume: bit for bit the run that was never interrupted."""
@@ -167,7 +159,7 @@ def test_killed_at_a_random_moment_and_resumed(folder, plain, moment):
     run_dir = folder / "runs" / "test" / f"killed-{moment}"
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL)
     if moment != "saving":
-        wait_for_rows(run_dir / "metrics.jsonl", 1 if moment == "early" else 3, process)
+        cohort.wait_for_rows(run_dir / "metrics.jsonl", 1 if moment == "early" else 3, process)
         time.sleep(random.random() * 0.2)
         assert process.poll() is None, "the run ended before it could be killed"
         os.killpg(process.pid, signal.SIGKILL)

@@ -15,6 +15,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 CALL_S = 120.0
+GRACE_S = 3.0
 
 
 @functools.cache
@@ -28,7 +29,7 @@ def _context() -> ForkServerContext:
 class LocalRanks:
     """The ranks of one policy: ``call_all``, ``call_each``, ``close``, and ``run`` for what only tests do.
 
-    Whatever one rank raises is raised here at once, and all of them end.
+    Whatever one rank raises is raised here; if its peers then hang, all of them end.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -65,21 +66,26 @@ class LocalRanks:
     def _ask(self, asks: Sequence[tuple[str, Any]]) -> list[Any]:
         for pipe, ask in zip(self.pipes, asks, strict=True):
             pipe.send(ask)
-        answers: dict[int, Any] = {}
+        answers: dict[int, tuple[Any, BaseException | None]] = {}
         deadline = time.monotonic() + CALL_S
         while len(answers) < self.world:
             waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
             ready = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
-                self.close()
-                raise TimeoutError(f"{len(waiting)} ranks did not answer {asks[0][0]} in {CALL_S:.0f} s")
+                break
             for pipe in ready:
                 value, error = pipe.recv()
-                if error is not None:
-                    self.close()
-                    raise error
-                answers[self.pipes.index(pipe)] = value
-        return [answers[rank] for rank in range(self.world)]
+                answers[self.pipes.index(pipe)] = (value, error)
+                if error is not None:  # its peers may wait for it in a collective
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if len(answers) < self.world:
+            self.close()
+        for _, error in answers.values():
+            if error is not None:
+                raise error
+        if len(answers) < self.world:
+            raise TimeoutError(f"{self.world - len(answers)} ranks did not answer {asks[0][0]} in {CALL_S:.0f} s")
+        return [answers[rank][0] for rank in range(self.world)]
 
 
 def _free_port() -> int:

@@ -148,7 +148,7 @@ def _recomputes(worker: Any) -> str:
         ("qwen2", {"use_sliding_window": True}, LayoutConfig(), "sliding"),
         ("llama", {"attention_bias": True}, LayoutConfig(), "attention_bias"),
         ("llama", {"architectures": ["GemmaForCausalLM"]}, LayoutConfig(), "GemmaForCausalLM is not one of"),
-        ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3}, LayoutConfig(tp=2), "layout.tp=2"),
+        ("llama", {"intermediate_size": 97}, LayoutConfig(tp=2), "layout.tp=2"),
         ("llama", {"num_hidden_layers": 2}, LayoutConfig(pp=4), "layout.pp=4"),
         (
             "llama",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 CORE = "0.19."
-PATCHES = ("device", "synchronize", "stream", "factory", "pin_memory", "to_device", "random", "type_name")
+PATCHES = ("device", "synchronize", "stream", "factory", "to_device", "random", "type_name")
 used: set[str] = set()  # names of the patches that have been called in this process
 
 _CPU = torch.device("cpu")
@@ -80,9 +80,7 @@ def _on_cuda(device: object) -> bool:
 
 
 def _factories() -> None:
-    """``device="cuda"`` and ``pin_memory=True`` written out (schedules.py 749, clip_grads.py 108, optimizer.py 702,
-    rope_utils.py 62).
-    """
+    """``device="cuda"`` written out (schedules.py 749, clip_grads.py 108, optimizer.py 702)."""
 
     def on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(make)
@@ -90,9 +88,6 @@ def _factories() -> None:
             if _on_cuda(kwargs.get("device")):
                 used.add("factory")
                 kwargs["device"] = _CPU
-            if kwargs.get("pin_memory"):
-                used.add("pin_memory")
-                kwargs["pin_memory"] = False
             return make(*args, **kwargs)
 
         return made
@@ -102,7 +97,7 @@ def _factories() -> None:
 
 
 def _moves() -> None:
-    """``Tensor.cuda()`` (rope_utils.py 64, distrib_optimizer.py 1374)."""
+    """``Tensor.cuda()`` (distrib_optimizer.py 1374)."""
 
     def cuda(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         used.add("to_device")

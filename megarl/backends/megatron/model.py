@@ -24,7 +24,7 @@ from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megarl.backends.megatron import patches
@@ -92,11 +92,10 @@ def build_model(
     agent: AgentConfig, groups: ProcessGroupCollection, device: torch.device, overrides: Mapping[str, object]
 ) -> Model:
     """The agent's model with its weights loaded. Raises ValueError for what it cannot train faithfully."""
-    auto_bridge = patches.import_bridge()
-    dtype = getattr(torch, agent.dtype)
-    bridge = auto_bridge.from_hf_pretrained(agent.model, torch_dtype=dtype)
-    hf = bridge.hf_pretrained.config
+    hf = AutoConfig.from_pretrained(agent.model)
     check_model(hf, agent.layout)
+    dtype = getattr(torch, agent.dtype)
+    bridge = patches.import_bridge().from_hf_pretrained(agent.model, torch_dtype=dtype)
     provider = bridge.to_megatron_provider(load_weights=False)
     spec, reason = choose_layer_spec()
     if groups.dp_cp.rank() == 0 and groups.mp.rank() == 0:

@@ -179,6 +179,9 @@ def engine_args(
         args["enforce_eager"] = True
         args["block_size"] = 32  # the default of 128 gives short prompts no prefix-cache hits
         args["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+        # a prompt cut into chunks makes vLLM wind the request's own generator back, which torch's on CPU cannot
+        args["enable_chunked_prefill"] = False
+        args["max_num_batched_tokens"] = max(max_model_len, 8192)
     else:
         args["enable_sleep_mode"] = True
         args["gpu_memory_utilization"] = config.memory_share
