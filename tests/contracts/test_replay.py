@@ -5,14 +5,19 @@ from dataclasses import replace
 import pytest
 
 from megarl import rollouts
+from megarl.backends.reference import ReferenceEngine
 from megarl.backends.replay import ReplayEngine
 from megarl.types import Message, Seed
-from tests.contracts.backends import PROMPTS, SAMPLING, SEED
+from tests import tiny
+from tests.contracts.backends import MODEL, PROMPTS, SAMPLING, SEED, agent_of, chat_of, named_weights, oracle, refit
 
 
 @pytest.fixture
-def saved(fitted):
-    return [replace(r, answer="4", well_formed=True) for r in fitted.generate(PROMPTS, SEED, SAMPLING)]
+def saved(tmp_path_factory):
+    path = tiny.write(tmp_path_factory.mktemp("model"), "llama", **MODEL)
+    engine = ReferenceEngine(agent_of(path), chat_of(path))
+    refit(engine, named_weights(oracle(path)))
+    return [replace(r, answer="4", well_formed=True) for r in engine.generate(PROMPTS, SEED, SAMPLING)]
 
 
 @pytest.fixture
