@@ -72,18 +72,19 @@ def question(problem: Problem) -> str:
 
 
 def warm_start(folder: Path, recipe: Recipe = Recipe()) -> dict[str, Path]:
-    """Model folders by agent name, trained here unless ``folder``'s manifest says that they are there already.
+    """Model folders by agent name; each is trained here unless ``folder``'s manifest describes what stands there.
 
-    The manifest is written last: a warm start that was cut short is done again.
+    A model's entry is written when its folder is whole: a warm start that was cut short is done again.
     """
     models = {name: folder / name for name in families.FAMILIES}
     manifest = folder / "manifest.json"
-    if manifest.exists() and json.loads(manifest.read_text()) == _describe(models, recipe):
-        return models
-    manifest.unlink(missing_ok=True)
-    with ProcessPoolExecutor(len(models), mp_context=get_context("spawn")) as pool:
-        list(pool.map(train_one, models.keys(), models.values(), [recipe] * len(models)))
-    manifest.write_text(json.dumps(_describe(models, recipe), indent=1) + "\n")
+    known = json.loads(manifest.read_text()) if manifest.is_file() else {}
+    stale = {name: model for name, model in models.items() if known.get(name) != _describe(model, recipe)}
+    if stale:
+        with ProcessPoolExecutor(len(stale), mp_context=get_context("spawn")) as pool:
+            list(pool.map(train_one, stale.keys(), stale.values(), [recipe] * len(stale)))
+        entries = {name: _describe(model, recipe) for name, model in models.items()}
+        manifest.write_text(json.dumps(entries, indent=1) + "\n")
     return models
 
 
@@ -118,10 +119,10 @@ def _encode(tokenizer: PreTrainedTokenizerFast, *answers: Sequence[int]) -> tupl
     vocabulary = tokenizer.get_vocab()
     end, pad = vocabulary[str(tokenizer.eos_token)], vocabulary[str(tokenizer.pad_token)]
     chat = Chat(tokenizer=tokenizer, stop_ids=(end,), vocab_size=len(tokenizer))
+    prompts = [chat.render((Message("user", question(problem)),)).tolist() for problem in PROBLEMS]
     tokens, targets = [], []
     for way in answers:
-        for problem, answer in zip(PROBLEMS, way, strict=True):
-            prompt = chat.render((Message("user", question(problem)),)).tolist()
+        for prompt, answer in zip(prompts, way, strict=True):
             reply = [*tokenizer.encode(str(answer), add_special_tokens=False), end]
             tokens.append(prompt + reply)
             targets.append([-100] * len(prompt) + reply)
@@ -134,15 +135,13 @@ def _encode(tokenizer: PreTrainedTokenizerFast, *answers: Sequence[int]) -> tupl
     return padded(tokens, pad), padded(targets, -100)
 
 
-def _describe(models: dict[str, Path], recipe: Recipe) -> dict[str, object]:
-    """The manifest that belongs to these folders: recipe, code and every file's digest."""
+def _describe(folder: Path, recipe: Recipe) -> dict[str, object]:
+    """A model's entry in the manifest: recipe, code and every file's digest."""
     code = [Path(families.__file__), Path(__file__)]
     return {
         "recipe": asdict(recipe),
         "code": {path.name: _digest(path) for path in code},
-        "models": {
-            name: {path.name: _digest(path) for path in sorted(folder.glob("*"))} for name, folder in models.items()
-        },
+        "files": {path.name: _digest(path) for path in sorted(folder.glob("*"))},
     }
 
 
