@@ -8,6 +8,7 @@ wrong the other's is right: the case in which a peer's vote teaches and one's ow
 import argparse
 import hashlib
 import json
+import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -23,7 +24,6 @@ from megarl.demo import families
 from megarl.types import Message
 
 OPERAND_LIMIT = 50  # operands are 0 .. 49
-TEST_PROBLEMS = 500
 
 Problem = tuple[int, int]
 PROBLEMS: tuple[Problem, ...] = tuple((a, b) for a in range(OPERAND_LIMIT) for b in range(OPERAND_LIMIT))
@@ -55,14 +55,20 @@ class Recipe:
 
 
 def write_problems(folder: Path) -> None:
-    """Write train.jsonl and test.jsonl (prompt, answer, id): 2000 problems to train on, 500 others to be judged by."""
-    order = torch.randperm(len(PROBLEMS), generator=torch.Generator().manual_seed(0)).tolist()
+    """Write train.jsonl and test.jsonl (prompt, answer, id): 2000 problems to train on, 500 others to be judged by.
+
+    Either school misleads on the same share of both.
+    """
+    strata: dict[tuple[bool, ...], list[Problem]] = {}
+    for problem in random.Random(0).sample(PROBLEMS, len(PROBLEMS)):
+        strata.setdefault(tuple(school.misled(*problem) for school in SCHOOLS.values()), []).append(problem)
+    parts = {
+        "train": [problem for members in strata.values() for problem in members[len(members) // 5 :]],
+        "test": [problem for members in strata.values() for problem in members[: len(members) // 5]],
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    for name, chosen in (("train", order[:-TEST_PROBLEMS]), ("test", order[-TEST_PROBLEMS:])):
-        rows = [
-            {"prompt": question(PROBLEMS[i]), "answer": str(sum(PROBLEMS[i])), "id": "+".join(map(str, PROBLEMS[i]))}
-            for i in chosen
-        ]
+    for name, problems in parts.items():
+        rows = [{"prompt": question(p), "answer": str(sum(p)), "id": "+".join(map(str, p))} for p in problems]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

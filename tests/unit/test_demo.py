@@ -113,10 +113,9 @@ def test_problems_to_train_on_and_to_be_judged_by_are_apart(tmp_path):
     for row in train + test:
         a, b = map(int, re.fullmatch(r"(\d+)\+(\d+)=", row["prompt"]).groups())
         assert row["answer"] == str(a + b) and row["id"] == f"{a}+{b}"
-    # a fair part: both schools' mistakes occur in it as often as anywhere
     for school in warmstart.SCHOOLS.values():
-        share = sum(school.misled(*map(int, row["id"].split("+"))) for row in test) / len(test)
-        assert share == pytest.approx(sum(school.misled(*p) for p in warmstart.PROBLEMS) / 2500, abs=0.04)
+        shares = [sum(school.misled(*map(int, r["id"].split("+"))) for r in part) / len(part) for part in (train, test)]
+        assert shares[0] == shares[1]
 
 
 def test_the_three_runs_differ_by_their_method_alone(tmp_path):
