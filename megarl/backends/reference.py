@@ -6,6 +6,7 @@ response tokens.
 
 import json
 import math
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,10 @@ from megarl.settings import AgentConfig, BatchConfig, LossConfig, OptimizerConfi
 from megarl.types import Metrics, Microbatch, Need, Prompt, Rollout, RolloutKey, Sample, Seed, TokenStats
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# transformers swaps PreTrainedModel.tie_weights out, for the whole process, while it loads a model: two that load at
+# once leave a random head behind in every tied model made from then on
+_MAKING_A_MODEL = threading.Lock()
 
 
 class ReferencePolicy:
@@ -385,13 +390,14 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Te
 
 def _empty_model(agent: AgentConfig) -> PreTrainedModel:
     """The agent's architecture with weights that mean nothing; no code of the model's is run."""
-    with torch.random.fork_rng():
+    with _MAKING_A_MODEL, torch.random.fork_rng():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(agent.model), dtype=DTYPES[agent.dtype])
     return model.eval()
 
 
 def _load_model(agent: AgentConfig) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(agent.model, dtype=DTYPES[agent.dtype]).eval()
+    with _MAKING_A_MODEL:
+        return AutoModelForCausalLM.from_pretrained(agent.model, dtype=DTYPES[agent.dtype]).eval()
 
 
 def _head(model: PreTrainedModel) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""`megarl demo`: TTRL, Co-RL and RLVR from one start, through the ordinary pipeline; a table and a picture.
+"""`megarl demo`: TTRL, Co-RL and RLVR from one start, each an ordinary `megarl train`; a table and a picture.
 
 A demo starts over: it replaces the runs of an earlier one, and keeps the warm-started models if their manifest still
 describes them.
@@ -7,6 +7,7 @@ describes them.
 import argparse
 import json
 import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,11 +15,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megarl import cli
 from megarl.config import RunConfig, compose
 from megarl.demo.picture import draw
 from megarl.demo.warmstart import Recipe, warm_start, write_problems
 from megarl.log import read_metrics
-from megarl.train import train
 from megarl.types import Metrics
 
 METHODS = {"ttrl": "TTRL", "corl": "Co-RL", "rlvr": "RLVR"}
@@ -34,16 +35,17 @@ def run(args: Sequence[str], recipe: Recipe = Recipe()) -> None:  # noqa: B008 (
     options = parser.parse_intermixed_args(args)
     began = time.perf_counter()
     console, folder = Console(stderr=True), options.output / "demo"
-    runs = {method: configure(method, options.output, options.overrides) for method in METHODS}
+    runs = {method: compose(overrides(method, options.output, options.overrides)) for method in METHODS}
     for cfg in runs.values():
         shutil.rmtree(cfg.run_dir, ignore_errors=True)
 
     write_problems(folder / "problems")
     console.print(f"warm start of {folder / 'models'}: two tiny models, about a minute unless they are there")
     warm_start(folder / "models", recipe)
-    for method, cfg in runs.items():
+    for method in METHODS:
         console.rule(METHODS[method])
-        train(cfg)
+        if code := cli.train(overrides(method, options.output, options.overrides)):
+            sys.exit(code)
 
     curves = {method: accuracy_curves(read_metrics(cfg.run_dir), tuple(cfg.agents)) for method, cfg in runs.items()}
     summary = summarize(curves, runs["corl"], time.perf_counter() - began)
@@ -59,8 +61,8 @@ def run(args: Sequence[str], recipe: Recipe = Recipe()) -> None:  # noqa: B008 (
     )
 
 
-def configure(method: str, output: Path, overrides: Sequence[str]) -> RunConfig:
-    """The run of one method: its experiment, moved to ``output``, with the user's changes."""
+def overrides(method: str, output: Path, changes: Sequence[str]) -> list[str]:
+    """What `megarl train` is told: the method's experiment, moved to ``output``, with the user's changes."""
     folder = output / "demo"
     moved = {
         "output": output,
@@ -69,7 +71,7 @@ def configure(method: str, output: Path, overrides: Sequence[str]) -> RunConfig:
         "agents.qwen.model": folder / "models/qwen",
         "agents.llama.model": folder / "models/llama",
     }
-    return compose([f"+experiment=demo_{method}", *(f"{key}='{path}'" for key, path in moved.items()), *overrides])
+    return [f"+experiment=demo_{method}", *(f"{key}='{path}'" for key, path in moved.items()), *changes]
 
 
 def accuracy_curves(rows: Sequence[Metrics], agents: Sequence[str]) -> dict[str, list[tuple[int, float]]]:

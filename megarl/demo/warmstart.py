@@ -8,6 +8,7 @@ wrong the other's is right: the case in which a peer's vote teaches and one's ow
 import argparse
 import hashlib
 import json
+import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -23,7 +24,6 @@ from megarl.demo import families
 from megarl.types import Message
 
 OPERAND_LIMIT = 50  # operands are 0 .. 49
-TEST_PROBLEMS = 500
 
 Problem = tuple[int, int]
 PROBLEMS: tuple[Problem, ...] = tuple((a, b) for a in range(OPERAND_LIMIT) for b in range(OPERAND_LIMIT))
@@ -55,14 +55,20 @@ class Recipe:
 
 
 def write_problems(folder: Path) -> None:
-    """Write train.jsonl and test.jsonl (prompt, answer, id): 2000 problems to train on, 500 others to be judged by."""
-    order = torch.randperm(len(PROBLEMS), generator=torch.Generator().manual_seed(0)).tolist()
+    """Write train.jsonl and test.jsonl (prompt, answer, id): 2000 problems to train on, 500 others to be judged by.
+
+    Either school misleads on the same share of both.
+    """
+    strata: dict[tuple[bool, ...], list[Problem]] = {}
+    for problem in random.Random(0).sample(PROBLEMS, len(PROBLEMS)):
+        strata.setdefault(tuple(school.misled(*problem) for school in SCHOOLS.values()), []).append(problem)
+    parts = {
+        "train": [problem for members in strata.values() for problem in members[len(members) // 5 :]],
+        "test": [problem for members in strata.values() for problem in members[: len(members) // 5]],
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    for name, chosen in (("train", order[:-TEST_PROBLEMS]), ("test", order[-TEST_PROBLEMS:])):
-        rows = [
-            {"prompt": question(PROBLEMS[i]), "answer": str(sum(PROBLEMS[i])), "id": "+".join(map(str, PROBLEMS[i]))}
-            for i in chosen
-        ]
+    for name, problems in parts.items():
+        rows = [{"prompt": question(p), "answer": str(sum(p)), "id": "+".join(map(str, p))} for p in problems]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -72,18 +78,19 @@ def question(problem: Problem) -> str:
 
 
 def warm_start(folder: Path, recipe: Recipe = Recipe()) -> dict[str, Path]:
-    """Model folders by agent name, trained here unless ``folder``'s manifest says that they are there already.
+    """Model folders by agent name; each is trained here unless ``folder``'s manifest describes what stands there.
 
-    The manifest is written last: a warm start that was cut short is done again.
+    A model's entry is written when its folder is whole: a warm start that was cut short is done again.
     """
     models = {name: folder / name for name in families.FAMILIES}
     manifest = folder / "manifest.json"
-    if manifest.exists() and json.loads(manifest.read_text()) == _describe(models, recipe):
-        return models
-    manifest.unlink(missing_ok=True)
-    with ProcessPoolExecutor(len(models), mp_context=get_context("spawn")) as pool:
-        list(pool.map(train_one, models.keys(), models.values(), [recipe] * len(models)))
-    manifest.write_text(json.dumps(_describe(models, recipe), indent=1) + "\n")
+    known = json.loads(manifest.read_text()) if manifest.is_file() else {}
+    stale = {name: model for name, model in models.items() if known.get(name) != _describe(model, recipe)}
+    if stale:
+        with ProcessPoolExecutor(len(stale), mp_context=get_context("spawn")) as pool:
+            list(pool.map(train_one, stale.keys(), stale.values(), [recipe] * len(stale)))
+        entries = {name: _describe(model, recipe) for name, model in models.items()}
+        manifest.write_text(json.dumps(entries, indent=1) + "\n")
     return models
 
 
@@ -118,10 +125,10 @@ def _encode(tokenizer: PreTrainedTokenizerFast, *answers: Sequence[int]) -> tupl
     vocabulary = tokenizer.get_vocab()
     end, pad = vocabulary[str(tokenizer.eos_token)], vocabulary[str(tokenizer.pad_token)]
     chat = Chat(tokenizer=tokenizer, stop_ids=(end,), vocab_size=len(tokenizer))
+    prompts = [chat.render((Message("user", question(problem)),)).tolist() for problem in PROBLEMS]
     tokens, targets = [], []
     for way in answers:
-        for problem, answer in zip(PROBLEMS, way, strict=True):
-            prompt = chat.render((Message("user", question(problem)),)).tolist()
+        for prompt, answer in zip(prompts, way, strict=True):
             reply = [*tokenizer.encode(str(answer), add_special_tokens=False), end]
             tokens.append(prompt + reply)
             targets.append([-100] * len(prompt) + reply)
@@ -134,15 +141,13 @@ def _encode(tokenizer: PreTrainedTokenizerFast, *answers: Sequence[int]) -> tupl
     return padded(tokens, pad), padded(targets, -100)
 
 
-def _describe(models: dict[str, Path], recipe: Recipe) -> dict[str, object]:
-    """The manifest that belongs to these folders: recipe, code and every file's digest."""
+def _describe(folder: Path, recipe: Recipe) -> dict[str, object]:
+    """A model's entry in the manifest: recipe, code and every file's digest."""
     code = [Path(families.__file__), Path(__file__)]
     return {
         "recipe": asdict(recipe),
         "code": {path.name: _digest(path) for path in code},
-        "models": {
-            name: {path.name: _digest(path) for path in sorted(folder.glob("*"))} for name, folder in models.items()
-        },
+        "files": {path.name: _digest(path) for path in sorted(folder.glob("*"))},
     }
 
 
