@@ -87,7 +87,7 @@ class MegatronPolicy:
         """
         reports = []
         for part, lr in zip(packing.minibatches(samples, len(learning_rates)), learning_rates, strict=True):
-            if part:
+            if packing.response_tokens(part):  # nothing to learn from: not even Adam's moments may move
                 reports.append(self._step(part, loss, batch, lr))
         self.version += 1
         if not reports:
