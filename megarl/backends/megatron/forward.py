@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megarl.backends.megatron.model import Model
-from megarl.backends.megatron.order import Order, context_rows
-from megarl.backends.megatron.spec import Packed
+from megarl.backends.megatron.order import context_rows
 from megarl.loss import TokenBatch
 from megarl.types import Microbatch
 from megarl_kernels import LogprobOutput, vocab_parallel_logprob
@@ -28,27 +27,14 @@ class Pack:
     """A microbatch as this rank sees it."""
 
     batch: TokenBatch  # its T / cp tokens
-    params: Packed
+    params: PackedSeqParams
 
     @classmethod
     def of(cls, microbatch: Microbatch, model: Model, device: torch.device) -> "Pack":
         cp = model.groups.cp
-        cu_seqlens = torch.tensor(microbatch.cu_seqlens, dtype=torch.int32, device=device)
-        longest = int(np.diff(microbatch.cu_seqlens).max())
         rows = torch.from_numpy(context_rows(microbatch.cu_seqlens, cp.size(), cp.rank())).to(device)
-        params = Packed(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            cu_seqlens_q_padded=cu_seqlens,
-            cu_seqlens_kv_padded=cu_seqlens,
-            # the true maximum: rotary embeddings of exactly as many positions as the pack has tokens are taken as
-            # positions in the pack (rope_utils.py, _apply_rotary_pos_emb_thd)
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            order=Order.of(microbatch.cu_seqlens, cp.size(), cp.rank(), device),
-        )
-        return cls(batch=TokenBatch.of(microbatch, device).at(rows), params=params)
+        batch = TokenBatch.of(microbatch, device).at(rows)
+        return cls(batch=batch, params=model.layers.describe(microbatch.cu_seqlens, batch.positions, cp))
 
 
 Consume = Callable[[LogprobOutput, TokenBatch], tuple[torch.Tensor, Any]]

@@ -6,7 +6,6 @@ the run come from megarl's configuration; ``megatron:`` overrides fields of the 
 
 import dataclasses
 import difflib
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,13 +27,20 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megarl.backends.megatron import patches
-from megarl.backends.megatron.spec import choose_layer_spec, local_block_spec
+from megarl.backends.megatron.spec import Layers, PackedRotary, choose_layers
 from megarl.settings import AgentConfig, LayoutConfig, OptimizerConfig
-
-log = logging.getLogger(__name__)
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
+# switches of kernels that belong to TransformerEngine, apex or CUDA extensions
+NO_FUSED_KERNELS = {
+    "apply_rope_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+}
 # provider fields that other settings own
 OWNED = {
     "tensor_model_parallel_size": "layout.tp",
@@ -70,6 +76,7 @@ class Model:
     config: Any  # the provider, a TransformerConfig
     chunk: DistributedDataParallel
     groups: ProcessGroupCollection
+    layers: Layers
     dtype: torch.dtype
     vocab_size: int  # true, without padding
 
@@ -97,15 +104,13 @@ def build_model(
     dtype = getattr(torch, agent.dtype)
     bridge = patches.import_bridge().from_hf_pretrained(agent.model, torch_dtype=dtype)
     provider = bridge.to_megatron_provider(load_weights=False)
-    spec, reason = choose_layer_spec()
-    if groups.dp_cp.rank() == 0 and groups.mp.rank() == 0:
-        log.info("layer modules: %s, because %s", getattr(spec, "__name__", spec), reason)
-    settings = _settings(hf, agent.layout, dtype, device)
-    if spec is local_block_spec:
-        settings |= _without_fused_kernels(device)
+    layers = choose_layers()
+    if torch.distributed.get_rank() == 0:
+        print(f"layer modules: {layers.reason}", flush=True)
+    settings = _settings(hf, agent.layout, dtype, device) | (NO_FUSED_KERNELS if layers.ours else {})
     for name, value in settings.items():
         setattr(provider, name, value)
-    provider.transformer_layer_spec = spec
+    provider.transformer_layer_spec = layers.spec
     apply_overrides(provider, overrides)
     provider.finalize()
     # after finalize(), which refuses it together with the default token dispatcher even in a model without experts
@@ -114,6 +119,8 @@ def build_model(
     provider.finalize_model_grads_func = _sum_gradients
     inner = provider.provide(pre_process=groups.pp.rank() == 0, post_process=groups.pp.rank() == groups.pp.size() - 1)
     check_rope(hf, inner.rotary_pos_emb.inv_freq, provider.seq_len_interpolation_factor)
+    if layers.ours:
+        inner.rotary_pos_emb = PackedRotary(inner.rotary_pos_emb)
     bridge.load_hf_weights([inner])
     for p in inner.parameters():
         # one bucket per buffer: a tied embedding's own bucket is padded in the buffer but not in the copy that a
@@ -131,7 +138,13 @@ def build_model(
         pg_collection=groups,
     )
     return Model(
-        bridge=bridge, config=provider, chunk=chunk, groups=groups, dtype=dtype, vocab_size=int(provider.vocab_size)
+        bridge=bridge,
+        config=provider,
+        chunk=chunk,
+        groups=groups,
+        layers=layers,
+        dtype=dtype,
+        vocab_size=int(provider.vocab_size),
     )
 
 
@@ -169,21 +182,6 @@ def _stages(layers: int, pp: int) -> dict[str, int]:
     if last < 1:
         raise ValueError(f"layout.pp={pp} is too many stages for {layers} layers")
     return {"num_layers_in_last_pipeline_stage": last}
-
-
-def _without_fused_kernels(device: torch.device) -> dict[str, bool]:
-    """Switches of kernels that belong to TransformerEngine, apex or CUDA extensions."""
-    return dict.fromkeys(
-        (
-            "apply_rope_fusion",
-            "bias_activation_fusion",
-            "bias_dropout_fusion",
-            "gradient_accumulation_fusion",
-            "masked_softmax_fusion",
-            "persist_layer_norm",
-        ),
-        False,
-    )
 
 
 def apply_overrides(provider: Any, overrides: Mapping[str, object]) -> None:

@@ -8,12 +8,15 @@ Axes: T tokens, H query heads and G key/value heads of this rank, D head size.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -28,6 +31,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch.distributed import ProcessGroup
 
 from megarl.backends.megatron.order import Grid, Order
 from megarl.backends.megatron.patches import has_transformer_engine
@@ -35,9 +39,33 @@ from megarl.backends.megatron.patches import has_transformer_engine
 
 @dataclass
 class Packed(PackedSeqParams):
-    """Megatron's description of packed sequences and the order our attention needs; TransformerEngine ignores that."""
+    """A pack as our modules see it. Megatron's own fields but ``qkv_format`` stay empty: see ``PackedRotary``."""
 
     order: Order | None = None
+    positions: torch.Tensor | None = None  # int64[T], of each token in its sequence
+
+
+class PackedRotary(torch.nn.Module):
+    """Rotary angles [T, 1, D] of the tokens of a pack, in place of Megatron's table of angles by position.
+
+    With a table and sequence bounds Megatron rotates one sequence after the other and writes each into a shared tensor
+    (rope_utils.py, ``_apply_rotary_pos_emb_thd``), whose gradient costs sequences times tokens; without bounds it
+    rotates all tokens at once.
+    """
+
+    def __init__(self, table: RotaryEmbedding) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", table.inv_freq, persistent=False)
+        self.interpolation = table.seq_len_interpolation_factor or 1.0
+
+    def get_rotary_seq_len(
+        self, context: object, block: object, hidden: object, config: object, pack: Packed
+    ) -> Packed:
+        return pack
+
+    def forward(self, pack: Packed, packed_seq: bool = True, cp_group: object = None) -> torch.Tensor:
+        angles = torch.outer(pack.positions / self.interpolation, self.inv_freq)
+        return torch.cat((angles, angles), dim=-1)[:, None]
 
 
 class RMSNorm(torch.nn.Module):
@@ -52,7 +80,7 @@ class RMSNorm(torch.nn.Module):
         return _rms_norm(x, self.weight, self.eps)
 
 
-class LocalLayerNormColumnParallelLinear(ColumnParallelLinear):
+class OurLayerNormColumnParallelLinear(ColumnParallelLinear):
     """RMS norm, then a column-parallel linear. Bridge knows the kind of its parameters by the end of the name."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs) -> None:
@@ -127,7 +155,7 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         """[T, H * D]"""
         if not isinstance(packed_seq_params, Packed) or packed_seq_params.order is None:
-            raise ValueError("PackedAttention takes packed sequences only, described by forward.Pack")
+            raise ValueError("PackedAttention takes packed sequences only, described by describe_for_ours")
         order = packed_seq_params.order
         if order.gather is not None:
             both = torch.stack((key, value), dim=1)
@@ -153,17 +181,51 @@ class PackedAttention(MegatronModule):
         return attended.transpose(1, 2).flatten(0, 1).index_select(0, grid.query_cells)
 
 
-def choose_layer_spec() -> tuple[object, str]:
-    """The function that makes layer specs from a provider, and why it was chosen."""
+Describe = Callable[[np.ndarray, torch.Tensor, ProcessGroup], PackedSeqParams]
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Which modules the layers are made of, and how a pack is described to them."""
+
+    spec: Callable[..., Any]  # provider -> spec
+    describe: Describe  # cu_seqlens int[S + 1] of whole sequences, positions int64[T] of this rank, cp group
+    ours: bool
+    reason: str
+
+
+def choose_layers() -> Layers:
+    """TransformerEngine's where it is installed and there is a GPU; ours otherwise."""
     if has_transformer_engine() and torch.cuda.is_available():
         from megatron.bridge.models.gpt_provider import transformer_engine_layer_spec
 
-        return transformer_engine_layer_spec, "TransformerEngine is installed"
-    reason = "there is no CUDA device" if has_transformer_engine() else "TransformerEngine is not installed"
-    return local_block_spec, reason
+        return Layers(transformer_engine_layer_spec, describe_for_te, False, "TransformerEngine's: it is installed")
+    why = "there is no CUDA device" if has_transformer_engine() else "TransformerEngine is not installed"
+    return Layers(our_block_spec, describe_for_ours, True, f"megarl's: {why}")
 
 
-def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def describe_for_te(cu_seqlens: np.ndarray, positions: torch.Tensor, cp: ProcessGroup) -> PackedSeqParams:
+    bounds = torch.tensor(cu_seqlens, dtype=torch.int32, device=positions.device)
+    # the true maximum: a table of exactly as many angles as the pack has tokens would be taken for angles by place in
+    # the pack (rope_utils.py, _apply_rotary_pos_emb_thd)
+    longest = int(np.diff(cu_seqlens).max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def describe_for_ours(cu_seqlens: np.ndarray, positions: torch.Tensor, cp: ProcessGroup) -> PackedSeqParams:
+    order = Order.of(cu_seqlens, cp.size(), cp.rank(), positions.device)
+    return Packed(qkv_format="thd", order=order, positions=positions)
+
+
+def our_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Layers of this pipeline stage and the final norm, from modules that need neither TransformerEngine nor apex."""
     if config.normalization != "RMSNorm" or config.num_moe_experts:
         raise ValueError(
@@ -175,7 +237,7 @@ def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlo
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=LocalLayerNormColumnParallelLinear,
+            linear_qkv=OurLayerNormColumnParallelLinear,
             core_attention=PackedAttention,
             linear_proj=RowParallelLinear,
             q_layernorm=qk_norm,
@@ -184,7 +246,7 @@ def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlo
     )
     mlp = functools.partial(
         MLP.as_mlp_submodule,
-        submodules=MLPSubmodules(linear_fc1=LocalLayerNormColumnParallelLinear, linear_fc2=RowParallelLinear),
+        submodules=MLPSubmodules(linear_fc1=OurLayerNormColumnParallelLinear, linear_fc2=RowParallelLinear),
     )
     layer = ModuleSpec(
         module=TransformerLayer,
