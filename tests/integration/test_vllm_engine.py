@@ -187,7 +187,7 @@ def test_phases(engines):
     refit(engine, model)
     engine.wake()  # it is
     engine.sleep()
-    with pytest.raises(RuntimeError, match="sleeping dropped them"):
+    with pytest.raises(RuntimeError, match="sleeping gave them up"):
         engine.wake()
     refit(engine, model)
     with pytest.raises(RuntimeError, match="wake it first"):
@@ -201,7 +201,7 @@ def test_phases(engines):
             forbidden()
     refit(engine, model)
     for forbidden in (lambda: engine.finish_refit(1), lambda: engine.load_weights(None)):
-        with pytest.raises(RuntimeError, match="without begin_refit"):
+        with pytest.raises(RuntimeError, match="between begin_refit and finish_refit"):
             forbidden()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megarl.backends.cluster import Placement, WorkerGroup, WorkerLost
+from megarl.backends.phase import EnginePhase
 from megarl.backends.protocols import WeightBucket
 from megarl.backends.vllm.worker import Request, Response, VllmWorker, process_env
 from megarl.chat import Chat
@@ -22,8 +23,7 @@ CLOSE_TIMEOUT_S = 30.0  # vLLM itself gives its processes 5 s to end, and as muc
 class VllmEngine:
     """An ``Engine`` of one vLLM actor per replica, on the agent's own slots.
 
-    Phases: born awake without weights; ``begin_refit`` .. ``finish_refit`` give it weights, awake or asleep; ``sleep``
-    drops them, so that a refit must come before the next ``wake``. Anything else raises RuntimeError.
+    Phases as in EnginePhase, on CPU too, where sleeping would lose nothing: what is wrong on a GPU fails everywhere.
     """
 
     def __init__(
@@ -41,10 +41,7 @@ class VllmEngine:
         self._chat = chat
         self._max_model_len = max_model_len
         self._stream = None if agent.seed is None else str(agent.seed)
-        self._cuda = placement.cluster.device == "cuda"
-        self._fresh = False  # holds the weights that ``version`` names
-        self._asleep = False
-        self._refitting = False
+        self._phase = EnginePhase()
         log.info("%s: responses end with token ids %s", name, list(chat.stop_ids))
         kwargs = {
             "model": agent.model,
@@ -68,9 +65,7 @@ class VllmEngine:
     def generate(self, prompts: Sequence[Prompt], seed: Seed, sampling: SamplingConfig) -> list[Rollout]:
         """``n`` rollouts of every prompt, in prompt order then index order; one seed each, so that neither the order of
         the prompts nor the number of replicas matters."""
-        self._require(not self._refitting, "generate in the middle of a refit")
-        self._require(self._fresh, "generate without weights: a refit comes first")
-        self._require(not self._asleep, "generate while asleep: wake it first")
+        self._phase.check_can_generate()
         wanted: list[tuple[Prompt, int]] = []
         requests: list[Request] = []
         for prompt in prompts:
@@ -88,44 +83,29 @@ class VllmEngine:
         ]
 
     def begin_refit(self) -> None:
-        """Start anew, also after a refit that failed; asleep on a GPU, take back the memory of the weights only."""
-        if self._asleep and self._cuda and not (self._fresh or self._refitting):
-            self._workers.call_all("wake", "weights")
-        self._fresh = False
-        self._refitting = True
+        """Start anew, also after a refit that failed; an engine asleep takes back the memory of its weights only."""
+        self._phase.begin_refit()
         self._workers.call_all("begin_refit")
 
     def load_weights(self, bucket: WeightBucket) -> None:
-        self._require(self._refitting, "load_weights without begin_refit")
+        self._phase.check_refitting()
         self._workers.call_all("load_weights", bucket.path, bucket.names)
 
     def finish_refit(self, version: int) -> None:
         """Raise ValueError unless every weight has come; drop cached prefixes; stamp the version."""
-        self._require(self._refitting, "finish_refit without begin_refit")
+        self._phase.check_refitting()
         self._workers.call_all("finish_refit")
-        self._refitting = False
-        self._fresh = True
+        self._phase.finish_refit()
         self.version = version
 
     def wake(self) -> None:
-        """Ready to generate; nothing to do where it is awake."""
-        self._require(not self._refitting, "wake in the middle of a refit")
-        if not self._asleep:
-            return
-        self._require(self._fresh, "wake without weights: sleeping dropped them, a refit comes first")
-        if self._cuda:
-            self._workers.call_all("wake", "kv_cache")
-        self._asleep = False
+        self._phase.wake()
+        self._workers.call_all("wake")
 
     def sleep(self) -> None:
-        """Free the GPU, weights included (vLLM's level 2); on CPU only the bookkeeping."""
-        self._require(not self._refitting, "sleep in the middle of a refit")
-        if self._asleep and not self._fresh:
-            return
-        if self._cuda:
-            self._workers.call_all("sleep")
-        self._asleep = True
-        self._fresh = False
+        """Free the GPU, weights included (vLLM's level 2)."""
+        self._phase.sleep()
+        self._workers.call_all("sleep")
 
     def close(self) -> None:
         """End the replicas and vLLM's processes below them."""
@@ -134,10 +114,6 @@ class VllmEngine:
         except (WorkerLost, TimeoutError) as error:
             log.warning("%s: engine did not shut down in order: %s", self._name, error)
         self._workers.close()
-
-    def _require(self, condition: bool, broken: str) -> None:
-        if not condition:
-            raise RuntimeError(f"{self._name}: {broken}")
 
     def _render(self, prompt: Prompt, max_tokens: int) -> np.ndarray:
         ids = self._chat.render(prompt.messages)

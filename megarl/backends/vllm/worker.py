@@ -73,6 +73,8 @@ class VllmWorker:
         self._stop_ids = list(stop_ids)
         self._expected = checkpoint_names(model)
         self._received: set[str] | None = None  # names that came in the refit under way; None: none under way
+        self._freed: set[str] = set()  # what sleep gave back: "weights", "kv_cache"
+        self._can_sleep = device == "cuda"  # on CPU vLLM's sleep does nothing
         self._llm = LLM(
             **engine_args(
                 model=model,
@@ -110,6 +112,7 @@ class VllmWorker:
         return [_response(output.outputs[0]) for output in outputs]
 
     def begin_refit(self) -> None:
+        self._take_back("weights")
         if self._received is not None:  # the last refit was given up half-way
             self._llm.collective_rpc("megarl_finish_reload")
         self._received = set()
@@ -142,11 +145,19 @@ class VllmWorker:
 
     def sleep(self) -> None:
         """Free the GPU; weights are dropped, not kept in host memory, since a refit follows."""
-        self._llm.sleep(level=2)
+        if self._can_sleep and "weights" not in self._freed:
+            self._take_back("kv_cache")  # a refit may have woken the weights alone; vLLM sleeps as a whole
+            self._llm.sleep(level=2)
+            self._freed = {"weights", "kv_cache"}
 
-    def wake(self, part: str) -> None:
-        """Take memory again for ``weights`` or ``kv_cache``."""
-        self._llm.wake_up(tags=[part])
+    def wake(self) -> None:
+        """Take back the memory of the KV cache; that of the weights came with the refit."""
+        self._take_back("kv_cache")
+
+    def _take_back(self, part: str) -> None:
+        if part in self._freed:
+            self._llm.wake_up(tags=[part])
+            self._freed.discard(part)
 
     def close(self) -> None:
         """End vLLM's own processes; the actor itself is ended by its group."""
