@@ -32,7 +32,7 @@ test: setup lint ## lint, types, and every test that runs without a GPU
 lint: setup
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pyright
+	$(PYTHON) -m pyright --pythonpath $(PYTHON)
 
 lock: ## rewrite launch/cpu.lock from the environment as it stands
 	@{ sed -n '/^#/p' launch/cpu.lock; $(dir $(PYTHON))uv pip freeze --python $(PYTHON) --exclude-editable; } > launch/cpu.lock.new

@@ -40,7 +40,8 @@ class Agent:
 
     def needs(self, asked: frozenset[Need]) -> frozenset[Need]:
         """What to measure: what the method asks for, and the reference where this agent's loss has a KL term."""
-        return asked | {"reference"} if self.kl_coef > 0 else asked
+        reference: frozenset[Need] = frozenset({"reference"})
+        return asked | reference if self.kl_coef > 0 else asked
 
 
 Agents = Mapping[str, Agent]

@@ -29,19 +29,19 @@ class Chat:
         """
         if self.tokenizer.chat_template:
             turns = [{"role": m.role, "content": m.content} for m in messages]
-            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text = str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
         else:
             text = "\n".join(m.content for m in messages)
-        ids = list(self.tokenizer.encode(text, add_special_tokens=False))
+        ids = [int(i) for i in self.tokenizer.encode(text, add_special_tokens=False)]
         return np.asarray(self._one_bos(ids), dtype=np.int32)
 
     def decode(self, token_ids: np.ndarray) -> str:
         """Text of a response, without special tokens."""
-        return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     def _one_bos(self, ids: list[int]) -> list[int]:
         bos = self.tokenizer.bos_token_id
-        if bos is None:
+        if not isinstance(bos, int):
             return ids
         while ids[:2] == [bos, bos]:
             ids = ids[1:]
@@ -67,8 +67,8 @@ def _stop_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]
         listed = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # the model has no generation_config.json
         listed = None
-    found = {tokenizer.eos_token_id} | set(listed if isinstance(listed, list) else [listed])
-    stop_ids = tuple(sorted(i for i in found if i is not None))
+    found = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
+    stop_ids = tuple(sorted({i for i in found if isinstance(i, int)}))
     if not stop_ids:
         raise ValueError(f"{model}: neither its tokenizer nor its generation config names an end-of-sequence id")
     return stop_ids

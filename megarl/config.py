@@ -47,7 +47,7 @@ class RunConfig(Section):
 
     experiment: str = "default"
     name: str = "run"
-    output: str = Field("runs", description="run directories are OUTPUT/EXPERIMENT/NAME")
+    output: str = Field(default="runs", description="run directories are OUTPUT/EXPERIMENT/NAME")
     seed: int = 0
     steps: int = Field(ge=1)
     algo: AnyAlgorithm = Field(discriminator="name")
@@ -63,8 +63,8 @@ class RunConfig(Section):
     guard: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    megatron: dict[str, Any] = Field({}, description="native TransformerConfig fields, checked by the Megatron backend")
-    vllm: dict[str, Any] = Field({}, description="native engine arguments, checked by the vLLM backend")
+    megatron: dict[str, Any] = Field(default={}, description="native TransformerConfig fields, checked by the backend")
+    vllm: dict[str, Any] = Field(default={}, description="native engine arguments, checked by the vLLM backend")
 
     @property
     def run_dir(self) -> Path:

@@ -162,7 +162,7 @@ def _same_order(found: Sequence[str], expected: Sequence[str], path: str, refere
 
 
 def _messages(value: Any, view: ViewConfig) -> tuple[Message, ...]:
-    turns = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
+    turns: list[Any] = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
     messages = [Message(turn["role"], turn["content"]) for turn in turns]
     last = messages[-1]
     messages[-1] = Message(last.role, f"{view.before}{last.content}{view.after}")

@@ -17,13 +17,13 @@ class Section(BaseModel):
 
 
 class BatchConfig(Section):
-    prompts_per_step: int = Field(64, ge=1, description="prompts that every agent answers in one step")
-    samples_per_prompt: int = Field(16, ge=1, description="rollouts per prompt and agent: the voters")
+    prompts_per_step: int = Field(default=64, ge=1, description="prompts that every agent answers in one step")
+    samples_per_prompt: int = Field(default=16, ge=1, description="rollouts per prompt and agent: the voters")
     train_samples_per_prompt: int | None = Field(
-        None, ge=1, description="of those, how many train: the first in index order; null: all"
+        default=None, ge=1, description="of those, how many train, first in index order; null: all"
     )
-    tokens_per_microbatch: int = Field(16384, ge=1, description="tokens per rank in one packed forward pass")
-    updates_per_step: int = Field(1, ge=1, description="optimizer steps per step, over equal parts of its samples")
+    tokens_per_microbatch: int = Field(default=16384, ge=1, description="tokens per rank in one packed forward pass")
+    updates_per_step: int = Field(default=1, ge=1, description="optimizer steps per step, each on an equal part")
 
     @model_validator(mode="after")
     def _no_more_trained_than_voted(self) -> "BatchConfig":
@@ -38,16 +38,16 @@ class BatchConfig(Section):
 class LossConfig(Section):
     """Clipped surrogate with optional KL term and truncated importance sampling (algorithms: PPO, GRPO, DAPO, TIS)."""
 
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.2, gt=0)
-    dual_clip: float | None = Field(None, gt=1, description="bound c of the loss where the advantage is negative")
-    kl_coef: float = Field(0.0, ge=0, description="beta; above 0 the initial weights are kept as reference")
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.2, gt=0)
+    dual_clip: float | None = Field(default=None, gt=1, description="bound c of the loss at negative advantages")
+    kl_coef: float = Field(default=0.0, ge=0, description="beta; above 0 the initial weights are kept as reference")
     kl: Literal["k1", "k2", "k3"] = "k3"
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
-    max_tokens: int | None = Field(None, ge=1, description="L_max of seq-mean-token-sum-norm (Dr.GRPO)")
-    tis_cap: float | None = Field(2.0, gt=0, description="cap of the policy/engine importance weight; null: off")
+    max_tokens: int | None = Field(default=None, ge=1, description="L_max of seq-mean-token-sum-norm (Dr.GRPO)")
+    tis_cap: float | None = Field(default=2.0, gt=0, description="cap of the policy/engine weight; null: off")
 
     @model_validator(mode="after")
     def _norm_needs_its_constant(self) -> "LossConfig":
@@ -59,50 +59,50 @@ class LossConfig(Section):
 class AdvantageConfig(Section):
     mode: Literal["grpo", "dr_grpo", "rloo", "batch"] = "grpo"
     ddof: Literal[0, 1] = 1
-    eps: float = Field(1e-6, ge=0)
+    eps: float = Field(default=1e-6, ge=0)
 
 
 class SamplingConfig(Section):
     """How rollouts are drawn. Nothing is taken from a model's generation_config but its end-of-sequence ids."""
 
-    temperature: float = Field(1.0, gt=0)
-    max_tokens: int = Field(1024, ge=1)
-    top_p: float = Field(1.0, gt=0, le=1, description="evaluation only: training needs the whole vocabulary")
-    top_k: int = Field(0, ge=0, description="evaluation only; 0: off")
+    temperature: float = Field(default=1.0, gt=0)
+    max_tokens: int = Field(default=1024, ge=1)
+    top_p: float = Field(default=1.0, gt=0, le=1, description="evaluation only: training needs the whole vocabulary")
+    top_k: int = Field(default=0, ge=0, description="evaluation only; 0: off")
 
 
 class AnswersConfig(Section):
     style: Literal["boxed", "last-number"] = "boxed"
-    truncated: Literal["invalid", "read"] = Field("invalid", description="may a response cut by length vote?")
+    truncated: Literal["invalid", "read"] = Field(default="invalid", description="may a response cut by length vote?")
 
 
 class ScheduleConfig(Section):
     """Learning rate as a pure function of the step (or update) number."""
 
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    warmup: int | float = Field(0, ge=0, description="steps (integer), or a share of the run (0 < x < 1)")
-    min_ratio: float = Field(0.0, ge=0, le=1, description="of the peak, at the end of the decay")
+    warmup: int | float = Field(default=0, ge=0, description="steps (integer), or a share of the run (0 < x < 1)")
+    min_ratio: float = Field(default=0.0, ge=0, le=1, description="of the peak, at the end of the decay")
     per: Literal["step", "update"] = "step"
 
 
 class OptimizerConfig(Section):
     name: Literal["adam", "sgd"] = "adam"
-    lr: float = Field(1e-6, gt=0)
-    betas: tuple[float, float] = Field((0.9, 0.999), strict=False)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    clip_grad: float = Field(1.0, ge=0, description="global norm; 0: off")
+    lr: float = Field(default=1e-6, gt=0)
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_grad: float = Field(default=1.0, ge=0, description="global norm; 0: off")
     schedule: ScheduleConfig = ScheduleConfig()
 
 
 class LayoutConfig(Section):
     """How one policy is spread over its ranks. World size = tp * pp * cp * dp."""
 
-    tp: int = Field(1, ge=1)
-    pp: int = Field(1, ge=1)
-    cp: int = Field(1, ge=1)
-    dp: int = Field(1, ge=1)
-    sp: bool = Field(False, description="sequence parallel, inside the tensor-parallel group")
+    tp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1)
+    dp: int = Field(default=1, ge=1)
+    sp: bool = Field(default=False, description="sequence parallel, inside the tensor-parallel group")
 
     @property
     def world(self) -> int:
@@ -127,12 +127,12 @@ class LayoutConfig(Section):
 
 class EngineConfig(Section):
     backend: Literal["vllm", "reference", "replay"] = "vllm"
-    tp: int = Field(1, ge=1)
-    replicas: int | None = Field(None, ge=1, description="null: as many as fit on the policy's GPUs")
-    max_sequences: int = Field(256, ge=1, description="responses in flight per replica")
-    memory_share: float = Field(0.6, gt=0, le=1, description="of GPU memory, while rolling out")
-    kv_cache_gib: float = Field(1.0, gt=0, description="on CPU, where no share can be taken")
-    replay: str | None = Field(None, description="run directory whose rollouts are served again (backend: replay)")
+    tp: int = Field(default=1, ge=1)
+    replicas: int | None = Field(default=None, ge=1, description="null: as many as fit on the policy's GPUs")
+    max_sequences: int = Field(default=256, ge=1, description="responses in flight per replica")
+    memory_share: float = Field(default=0.6, gt=0, le=1, description="of GPU memory, while rolling out")
+    kv_cache_gib: float = Field(default=1.0, gt=0, description="on CPU, where no share can be taken")
+    replay: str | None = Field(default=None, description="run directory whose rollouts are served again")
 
     @model_validator(mode="after")
     def _replay_has_a_source(self) -> "EngineConfig":
@@ -145,16 +145,16 @@ class AgentConfig(Section):
     """One policy and its engine: everything model-specific lives here; only answers leave it."""
 
     model: str = Field(description="directory of a Hugging Face model, or its hub name")
-    view: str = Field("original", description="which view of a prompt this agent reads (data.views)")
+    view: str = Field(default="original", description="which view of a prompt this agent reads (data.views)")
     backend: Literal["megatron", "reference"] = "megatron"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    seed: int | None = Field(None, description="generation stream; null: from the agent's name")
+    seed: int | None = Field(default=None, description="generation stream; null: from the agent's name")
     optimizer: OptimizerConfig = OptimizerConfig()
     layout: LayoutConfig = LayoutConfig()
     engine: EngineConfig = EngineConfig()
-    kl_coef: float | None = Field(None, ge=0, description="instead of loss.kl_coef")
-    samples_per_prompt: int | None = Field(None, ge=1, description="instead of batch.samples_per_prompt")
-    max_tokens: int | None = Field(None, ge=1, description="instead of sampling.max_tokens")
+    kl_coef: float | None = Field(default=None, ge=0, description="instead of loss.kl_coef")
+    samples_per_prompt: int | None = Field(default=None, ge=1, description="instead of batch.samples_per_prompt")
+    max_tokens: int | None = Field(default=None, ge=1, description="instead of sampling.max_tokens")
 
     @property
     def replicas(self) -> int:
@@ -167,21 +167,19 @@ class AgentConfig(Section):
 
 
 class ClusterConfig(Section):
-    address: str | None = Field(None, description="Ray head to join (host:port); null: a cluster of one's own")
-    nodes: int = Field(1, ge=1)
-    gpus_per_node: int = Field(8, ge=1, description="on CPU: process slots per node")
+    address: str | None = Field(default=None, description="Ray head to join (host:port); null: a cluster of one's own")
+    nodes: int = Field(default=1, ge=1)
+    gpus_per_node: int = Field(default=8, ge=1, description="on CPU: process slots per node")
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    start_timeout_s: float = Field(60.0, gt=0, description="for nodes to come up and slots to be granted")
-    threads_per_rank: int = Field(1, ge=1, description="CPU threads of each rank")
+    start_timeout_s: float = Field(default=60.0, gt=0, description="for nodes to come up and slots to be granted")
+    threads_per_rank: int = Field(default=1, ge=1, description="CPU threads of each rank")
 
 
 class ViewConfig(Section):
     """One wording of the prompts: a column, with text before and after it."""
 
-    column: str | None = Field(None, description="null: data.prompt")
-    path: str | None = Field(
-        None, description="a row-aligned second file (same ids in the same order); null: data.path"
-    )
+    column: str | None = Field(default=None, description="null: data.prompt")
+    path: str | None = Field(default=None, description="a second file, same ids in the same order; null: data.path")
     before: str = ""
     after: str = ""
 
@@ -190,27 +188,27 @@ class DataConfig(Section):
     """A prompt file: .parquet, .jsonl or .json (a list of rows). A prompt is a text or a list of chat messages."""
 
     path: str
-    prompt: str = Field("prompt", description="column of the prompt")
-    gold: str | None = Field(None, description="column of the true answer: RLVR and diagnostics only")
-    gold_after: str | None = Field(None, description="the true answer is what follows this mark, e.g. '####'")
-    id: str | None = Field(None, description="column of a unique id; null: the row number")
+    prompt: str = Field(default="prompt", description="column of the prompt")
+    gold: str | None = Field(default=None, description="column of the true answer: RLVR and diagnostics only")
+    gold_after: str | None = Field(default=None, description="the true answer is what follows this mark, e.g. '####'")
+    id: str | None = Field(default=None, description="column of a unique id; null: the row number")
     views: dict[str, ViewConfig] = {"original": ViewConfig()}
-    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out, and counted")
-    limit: int | None = Field(None, ge=1, description="first rows only")
+    max_prompt_tokens: int = Field(default=1024, ge=1, description="longer prompts are left out, and counted")
+    limit: int | None = Field(default=None, ge=1, description="first rows only")
     shuffle: bool = True
 
 
 class CheckpointConfig(Section):
-    every_steps: int | None = Field(None, ge=1, description="null: no checkpoints")
-    keep: int = Field(2, ge=1, description="complete checkpoints that stay")
+    every_steps: int | None = Field(default=None, ge=1, description="null: no checkpoints")
+    keep: int = Field(default=2, ge=1, description="complete checkpoints that stay")
 
 
 class EvaluationConfig(Section):
     """Sampled accuracy on a file with true answers, before the first step, every so often, and at the end."""
 
-    every_steps: int | None = Field(None, ge=1)
+    every_steps: int | None = Field(default=None, ge=1)
     data: DataConfig | None = None
-    samples_per_prompt: int = Field(4, ge=1)
+    samples_per_prompt: int = Field(default=4, ge=1)
     sampling: SamplingConfig = SamplingConfig()
 
     @model_validator(mode="after")
@@ -221,14 +219,18 @@ class EvaluationConfig(Section):
             raise ValueError("evaluation.data.gold names no column: accuracy needs true answers")
         return self
 
+    def due(self, step: int) -> bool:
+        """Is the cohort to be evaluated before ``step``?"""
+        return self.every_steps is not None and step % self.every_steps == 0
+
 
 class GuardConfig(Section):
     """When a run is unhealthy. Drift is mean |logprob by engine - by policy| over a step's response tokens."""
 
-    drift_float32: float = Field(1e-4, gt=0)
-    drift_bfloat16: float = Field(6e-2, gt=0)
+    drift_float32: float = Field(default=1e-4, gt=0)
+    drift_bfloat16: float = Field(default=6e-2, gt=0)
     on_drift: Literal["stop", "warn"] = "stop"
 
 
 class ReshardConfig(Section):
-    bucket_bytes: int = Field(256 << 20, ge=1 << 16)
+    bucket_bytes: int = Field(default=256 << 20, ge=1 << 16)

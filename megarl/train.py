@@ -12,7 +12,7 @@ from megarl.deck import Deck, open_deck
 from megarl.diagnostics import diagnose, drift, twins
 from megarl.evaluate import evaluate, open_evaluation
 from megarl.log import RunLog
-from megarl.types import Rollout, Seed
+from megarl.types import Need, Rollout, Seed
 
 
 class GuardStop(RuntimeError):
@@ -36,6 +36,7 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
     deck = open_deck(cfg.data, {name: (a.config.view, a.chat) for name, a in agents.items()}, cfg.seed)
     exam = open_evaluation(cfg, agents)
     algo, seats = cfg.algo, {name: a.seat for name, a in agents.items()}
+    needs = (algo.needs | frozenset[Need](("entropy",))) - {"gold"}
     greet(log, agents, deck)
     if start:
         checkpoint.load(log.run_dir / "checkpoints" / f"step_{start}", agents, deck)
@@ -46,7 +47,7 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
             # prompts -> rollouts (every turn under the same weights)
             seen: list[Rollout] = []
             with rolling(agents):
-                if exam and step % cfg.evaluation.every_steps == 0:
+                if exam and cfg.evaluation.due(step):
                     with log.phase("evaluate"):
                         log.agents("eval", evaluate(cfg, agents, exam, step))
                 asks = deck.deal(step, cfg.batch.prompts_per_step, seats)
@@ -59,7 +60,7 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
             with learning(agents):
                 # votes -> pseudo-labels -> rewards -> advantages
                 with log.phase("measure"):
-                    stats = measure(agents, seen, (algo.needs | {"entropy"}) - {"gold"}, log.seconds)
+                    stats = measure(agents, seen, needs, log.seconds)
                 guard(cfg, log, drift(seen, stats))
                 labels = algo.label(seen, deck.gold if "gold" in algo.needs else None)
                 groups = algo.reward(seen, labels, stats)

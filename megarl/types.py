@@ -33,7 +33,7 @@ class RolloutKey(NamedTuple):
     uid: str
     role: Role
     parent: "RolloutKey | None"
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] - tuple.index is of no use on a key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

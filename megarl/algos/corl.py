@@ -20,9 +20,9 @@ class CoRL(OneTurn):
     """Example: ``CoRL(ring=("qwen", "llama", "gemma")).teachers`` is {llama: qwen, gemma: llama, qwen: gemma}."""
 
     name: Literal["corl"] = "corl"
-    ring: tuple[str, ...] = Field((), strict=False, description="agents, each taught by the one before it")
-    teacher: dict[str, str] = Field({}, description="instead of ring: agent -> its teacher")
-    several_rings: bool = Field(False, description="may the teacher map fall apart into rings that do not meet?")
+    ring: tuple[str, ...] = Field(default=(), strict=False, description="agents, each taught by the one before it")
+    teacher: dict[str, str] = Field(default={}, description="instead of ring: agent -> its teacher")
+    several_rings: bool = Field(default=False, description="may teacher fall apart into rings that do not meet?")
 
     @model_validator(mode="after")
     def _is_a_derangement(self) -> "CoRL":

@@ -422,9 +422,7 @@ class WorkerGroup:
                 **slot,
             )
             self._actors.append(host.remote(self.log_file(rank), visible[rank]))
-        found = self._gather(
-            [actor.where.remote() for actor in self._actors], "its start", build_timeout_s
-        )
+        found = self._gather([actor.where.remote() for actor in self._actors], "its start", build_timeout_s)
         address, port = found[0]
         self._gather(
             [

@@ -1,6 +1,5 @@
 """The real cohort: Megatron policies (TP=2, PP=2) and vLLM engines under Ray; killed, reordered, replicated."""
 
-import os
 import random
 import signal
 import subprocess
