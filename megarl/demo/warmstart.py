@@ -9,7 +9,7 @@ import argparse
 import hashlib
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -48,7 +48,7 @@ class Recipe:
     """Everything that decides the warm-started weights, but the code of this folder."""
 
     seed: int = 0
-    steps: int = 800
+    steps: int = 1000
     batch: int = 128
     lr: float = 4e-3
     wrong_share: float = 0.62  # of a misled problem's answers
@@ -80,7 +80,7 @@ def question(problem: Problem) -> str:
 def warm_start(folder: Path, recipe: Recipe = Recipe()) -> dict[str, Path]:
     """Model folders by agent name; each is trained here unless ``folder``'s manifest describes what stands there.
 
-    A model's entry is written when its folder is whole: a warm start that was cut short is done again.
+    The manifest is written last: a warm start that was cut short is done again.
     """
     models = {name: folder / name for name in families.FAMILIES}
     manifest = folder / "manifest.json"
@@ -89,9 +89,15 @@ def warm_start(folder: Path, recipe: Recipe = Recipe()) -> dict[str, Path]:
     if stale:
         with ProcessPoolExecutor(len(stale), mp_context=get_context("spawn")) as pool:
             list(pool.map(train_one, stale.keys(), stale.values(), [recipe] * len(stale)))
-        entries = {name: _describe(model, recipe) for name, model in models.items()}
-        manifest.write_text(json.dumps(entries, indent=1) + "\n")
+        write_manifest(models, recipe)
     return models
+
+
+def write_manifest(models: Mapping[str, Path], recipe: Recipe) -> None:
+    """Describe finished model folders, all in one folder, in its manifest.json."""
+    folder = next(iter(models.values())).parent
+    entries = {name: _describe(model, recipe) for name, model in models.items()}
+    (folder / "manifest.json").write_text(json.dumps(entries, indent=1) + "\n")
 
 
 def train_one(name: str, folder: Path, recipe: Recipe) -> None:

@@ -22,7 +22,12 @@ BRIEF = warmstart.Recipe(steps=2, batch=8)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
-    return warmstart.warm_start(tmp_path_factory.mktemp("demo") / "models", BRIEF)
+    folder = tmp_path_factory.mktemp("demo") / "models"
+    made = {name: folder / name for name in families.FAMILIES}
+    for name, model in made.items():
+        warmstart.train_one(name, model, BRIEF)
+    warmstart.write_manifest(made, BRIEF)
+    return made
 
 
 def test_both_read_and_write_the_same_text_through_different_ids(models):
