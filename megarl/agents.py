@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megarl.backends.cluster import Placement, WorkerGroup, connect, place
 from megarl.backends.megatron.policy import MegatronPolicy, make_worker
 from megarl.backends.protocols import Engine, Policy
@@ -139,6 +141,8 @@ def reshard_all(agents: Agents, version: int, bucket_bytes: int, seconds: Metric
 @contextmanager
 def open_agents(cfg: RunConfig, run_dir: Path) -> Iterator[Agents]:
     """Build the cohort, all agents side by side, on disjoint GPUs; tear all of it down at the end."""
+    # reference backends live in this process, and on CPU a sum depends on how many threads share it
+    torch.set_num_threads(cfg.cluster.threads_per_rank)
     with ExitStack() as stack:
         placements: Mapping[str, Placement] = {}
         chats = {name: open_chat(agent.model) for name, agent in cfg.agents.items()}

@@ -54,12 +54,13 @@ class Chat:
 
 def open_chat(model: str) -> Chat:
     """The Chat of a Hugging Face model directory or hub name; no code of the model's is run."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return Chat(
-        tokenizer=tokenizer,
-        stop_ids=_stop_ids(model, tokenizer),
-        vocab_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        vocab_size = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"model {model}: no such directory, nor to be had from the hub ({reason})") from error
+    return Chat(tokenizer=tokenizer, stop_ids=_stop_ids(model, tokenizer), vocab_size=vocab_size)
 
 
 def _stop_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The one entry point: ``megarl VERB ...``, the same as ``python -m megarl VERB ...``.
 
-Exit codes: 0 done, 2 bad input, 3 stopped by a guard, 130 interrupted; anything else is a bug or a lost worker.
+Exit codes: 0 done, 1 a worker was lost (or a bug, with its traceback), 2 bad input, 3 stopped by a guard, 130
+interrupted.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from omegaconf import OmegaConf
 
 from megarl.config import RunConfig, compose, validate
 
-BAD_INPUT, GUARD, INTERRUPTED = 2, 3, 130
+LOST, BAD_INPUT, GUARD, INTERRUPTED = 1, 2, 3, 130
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -46,7 +47,8 @@ def train(argv: Sequence[str]) -> int:
     if args.cfg:
         print(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False), end="")
         return 0
-    from megarl.train import GuardStop  # here, so that a typo is refused before torch, Ray and vLLM are imported
+    from megarl.backends.cluster import WorkerLost  # here: a typo is refused before torch, Ray and vLLM are imported
+    from megarl.train import GuardStop
     from megarl.train import train as run
 
     try:
@@ -54,6 +56,9 @@ def train(argv: Sequence[str]) -> int:
     except GuardStop as stop:
         print(f"megarl train: stopped: {stop}", file=sys.stderr)
         return GUARD
+    except (WorkerLost, TimeoutError) as lost:
+        print(f"megarl train: {lost}", file=sys.stderr)
+        return LOST
     return 0
 
 
