@@ -48,6 +48,11 @@ def raw(folder: Path, **changes) -> dict:
         "checkpoint": {"every_steps": 2},
         "cluster": {"gpus_per_node": 8},
     }
+    return changed(run, changes)
+
+
+def changed(run: dict, changes: dict) -> dict:
+    """The run with values set, or (None) removed, at dotted keys."""
     for path, value in changes.items():
         section = run
         *parents, last = path.split(".")

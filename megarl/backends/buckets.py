@@ -21,7 +21,7 @@ def write_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> I
     """
     for part in _parts(weights, bucket_bytes):
         nbytes = sum(t.nbytes for t in part.values())
-        folder = Path(tempfile.mkdtemp(prefix="megarl-weights-", dir=_roomy(nbytes)))
+        folder = Path(tempfile.mkdtemp(prefix="megarl-weights-", dir=roomy_folder(nbytes)))
         try:
             path = folder / "bucket.safetensors"
             save_file({name: t.detach().contiguous() for name, t in part.items()}, path)
@@ -43,7 +43,7 @@ def _parts(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator
         yield part
 
 
-def _roomy(nbytes: int) -> Path:
+def roomy_folder(nbytes: int) -> Path:
     """Shared memory if twice the bucket fits there (other agents write theirs at the same time), else a disk."""
     if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * nbytes:
         return SHARED_MEMORY

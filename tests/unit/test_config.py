@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megarl.config import compose, validate
-from tests import tiny
+from tests import cohort, tiny
 
 
 def raw(**changes):
@@ -19,16 +19,7 @@ def raw(**changes):
         "sampling": {"max_tokens": 8},
         "agents": {"a": {"model": "none/a"}, "b": {"model": "none/b"}},
     }
-    for path, value in changes.items():
-        section = run
-        *parents, last = path.split(".")
-        for part in parents:
-            section = section.setdefault(part, {})
-        if value is None:
-            section.pop(last, None)
-        else:
-            section[last] = value
-    return run
+    return cohort.changed(run, changes)
 
 
 def refusal(**changes):

@@ -4,8 +4,6 @@ Nothing here imports Megatron: the driver stays light.
 """
 
 import itertools
-import shutil
-import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megarl import packing
+from megarl.backends.buckets import roomy_folder
 from megarl.backends.megatron.order import context_rows
 from megarl.backends.megatron.records import Coordinates, UpdateResult
 from megarl.backends.protocols import WeightBucket
@@ -113,7 +112,7 @@ class MegatronPolicy:
 
     def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """All weights under their Hugging Face names, bucket by bucket; a bucket's file goes when the next is asked."""
-        directory = self._bucket_dir or _bucket_directory(bucket_bytes)
+        directory = self._bucket_dir or roomy_folder(bucket_bytes)
         stem = f"megarl-{uuid.uuid4().hex}"
         self._ranks.call_all("begin_export")
         for count in itertools.count():
@@ -165,10 +164,3 @@ class MegatronPolicy:
         for cp, part in parts:
             whole[context_rows(microbatch.cu_seqlens, self._layout.cp, cp)] = part
         return whole
-
-
-def _bucket_directory(bucket_bytes: int) -> Path:
-    shared = Path("/dev/shm")
-    if shared.is_dir() and shutil.disk_usage(shared).free > 2 * bucket_bytes:
-        return shared
-    return Path(tempfile.gettempdir())
