@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -19,6 +20,7 @@ class Host:
 
     def __init__(self, log_file: Path, env: Mapping[str, str]) -> None:
         _redirect_output(log_file)
+        _end_with_parent()
         os.environ.update(env)
         self._worker: Any = None
 
@@ -39,6 +41,19 @@ class GpuProbe:
 
     def ids(self) -> list[str]:
         return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+
+def _end_with_parent() -> None:
+    """Follow the raylet that started this process: Ray's own notice misses a rank whose main thread is in a collective,
+    and a rank that outlives its run holds a GPU."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 def _redirect_output(log_file: Path) -> None:
