@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,9 +160,14 @@ def open_agents(cfg: RunConfig, run_dir: Path) -> Iterator[Agents]:
         def build(name: str) -> Agent:
             return _build(name, cfg, chats[name], placements.get(name), stack)
 
-        with ThreadPoolExecutor(max_workers=len(cfg.agents)) as pool:
-            built = [pool.submit(build, name) for name in cfg.agents]
-        yield {future.result().name: future.result() for future in built}
+        pool = ThreadPoolExecutor(max_workers=len(cfg.agents))
+        building = [pool.submit(build, name) for name in cfg.agents]
+        pool.shutdown(wait=False)
+        wait(building, return_when=FIRST_EXCEPTION)  # one agent's failure does not wait for the others to be built
+        for future in building:
+            if future.done():
+                future.result()
+        yield {future.result().name: future.result() for future in building}
 
 
 def _needs_cluster(agent: AgentConfig) -> bool:
