@@ -193,6 +193,21 @@ def test_llama3_rope_scaling(policy, tmp_path):
     assert data.worst(opened.measure(seen, frozenset()), data.transformers_stats(model, seen, 0.7)) < 1e-4
 
 
+def _rotary_dtype(worker: Any) -> str:
+    inner = worker.model.chunk.module.module
+    return str(inner.rotary_pos_emb.inv_freq.dtype)
+
+
+def test_bfloat16_is_float32_rounded(models, policy):
+    seen = data.rollouts()
+    exact, _ = policy(models["qwen3"])
+    stats = exact.measure(seen, frozenset({"entropy"}))
+    rounded, ranks = policy(models["qwen3"], LayoutConfig(tp=2), dtype="bfloat16", optimizer=OptimizerConfig())
+    difference = data.worst(rounded.measure(seen, frozenset({"entropy"})), stats)
+    assert 1e-4 < difference < 0.15
+    assert ranks.run(_rotary_dtype) == ["torch.float32"] * 2  # rounded frequencies turn far tokens wrongly
+
+
 def test_sgd_needs_float32(models, policy):
     with pytest.raises(ValueError, match="dtype=float32"):
         policy(models["llama"], optimizer=SGD, dtype="bfloat16")

@@ -18,7 +18,7 @@ def save(path: Path, model: Model, optimizer: Optimizer, version: int) -> None:
 
 def load(path: Path, model: Model, optimizer: Optimizer) -> int:
     """The version that was saved; weights and optimizer are as they were then, bit for bit if the layout is too."""
-    state = dist_checkpointing.load(_state(model, optimizer, 0, loading=True), str(path))
+    state: Any = dist_checkpointing.load(_state(model, optimizer, 0, loading=True), str(path))
     model.chunk.module.load_state_dict(state["model"], strict=True)
     if "optimizer" in state:
         optimizer.inner.load_state_dict(state["optimizer"])
@@ -34,7 +34,8 @@ def _state(model: Model, optimizer: Optimizer, version: int, *, loading: bool) -
         "dp_cp_group": model.groups.dp_cp,
     }
     with torch.no_grad():
-        weights = model.chunk.module.sharded_state_dict(metadata=metadata)
+        inner: Any = model.chunk.module
+        weights = inner.sharded_state_dict(metadata=metadata)
         state: dict[str, Any] = {"model": weights, "version": version}
         if optimizer.cfg.name == "adam":  # plain SGD has no state
             state["optimizer"] = optimizer.inner.sharded_state_dict(weights, is_loading=loading, metadata=metadata)

@@ -81,7 +81,7 @@ def run(
         )
         return out, partial(take, pack)
 
-    pipeline = {} if groups.pp.size() == 1 else {"p2p_communicator": P2PCommunicator(groups.pp, config)}
+    pipeline: dict[str, Any] = {} if groups.pp.size() == 1 else {"p2p_communicator": P2PCommunicator(groups.pp, config)}
     schedule = get_forward_backward_func(pp_size=groups.pp.size(), vp_size=None)
     with torch.set_grad_enabled(train):
         return schedule(

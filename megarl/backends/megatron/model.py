@@ -18,8 +18,8 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
+from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
@@ -82,6 +82,11 @@ class Model:
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return list(self.chunk.parameters())
+
+    def buffers(self) -> list[Any]:
+        """Megatron's parameter and gradient buffers."""
+        chunk: Any = self.chunk  # the attribute hides a method of torch's Module
+        return list(chunk.buffers)
 
     def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, whole tensor) on every rank; all ranks must take the same number of steps.
@@ -217,7 +222,7 @@ def check_model(hf: PretrainedConfig, layout: LayoutConfig) -> None:
         )
 
 
-def check_rope(hf: PretrainedConfig, inverse_frequencies: torch.Tensor, interpolation: float | None) -> None:
+def check_rope(hf: Any, inverse_frequencies: torch.Tensor, interpolation: float | None) -> None:
     """Raise ValueError unless Megatron's rotary frequencies are those of transformers.
 
     Bridge carries the base and a scaling factor over and leaves the rest to constants (Llama 3: 8192 positions, factors
@@ -248,7 +253,7 @@ class Optimizer:
         patches.keep_adam_step()
         self.cfg = cfg
         self._model = model
-        self.inner: MegatronOptimizer = get_megatron_optimizer(
+        self.inner: Any = get_megatron_optimizer(
             CoreOptimizerConfig(
                 optimizer=cfg.name,
                 lr=cfg.lr,

@@ -78,8 +78,10 @@ class _StandIn(metaclass=_StandInType):
 
 
 class _StandInModule(ModuleType):
-    __version__ = "0"
-    __path__: list[str] = []  # noqa: RUF012 - what makes a module a package
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__version__ = "0"
+        self.__path__ = []  # makes it a package
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

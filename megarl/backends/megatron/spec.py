@@ -9,7 +9,7 @@ Axes: T tokens, H query heads and G key/value heads of this rank, D head size.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,8 @@ from megarl.backends.megatron.patches import has_transformer_engine
 class Packed(PackedSeqParams):
     """A pack as our modules see it. Megatron's own fields but ``qkv_format`` stay empty: see ``PackedRotary``."""
 
-    order: Order | None = None
-    positions: torch.Tensor | None = None  # int64[T], of each token in its sequence
+    order: Order = field(default_factory=lambda: Order(gather=None, grids=()))
+    positions: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # int64[T], of each token in its sequence
 
 
 class PackedRotary(torch.nn.Module):
@@ -55,7 +55,7 @@ class PackedRotary(torch.nn.Module):
 
     def __init__(self, table: RotaryEmbedding) -> None:
         super().__init__()
-        self.register_buffer("inv_freq", table.inv_freq, persistent=False)
+        self.inv_freq = table.inv_freq  # no buffer: a bfloat16 model would round it
         self.interpolation = table.seq_len_interpolation_factor or 1.0
 
     def get_rotary_seq_len(
@@ -64,6 +64,7 @@ class PackedRotary(torch.nn.Module):
         return pack
 
     def forward(self, pack: Packed, packed_seq: bool = True, cp_group: object = None) -> torch.Tensor:
+        self.inv_freq = self.inv_freq.to(pack.positions.device)
         angles = torch.outer(pack.positions / self.interpolation, self.inv_freq)
         return torch.cat((angles, angles), dim=-1)[:, None]
 
@@ -83,29 +84,29 @@ class RMSNorm(torch.nn.Module):
 class OurLayerNormColumnParallelLinear(ColumnParallelLinear):
     """RMS norm, then a column-parallel linear. Bridge knows the kind of its parameters by the end of the name."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = _norm_weight(config, input_size)
+        self.layer_norm_eps = config.layernorm_epsilon
 
     def forward(self, input_: torch.Tensor, *args, **kwargs):
-        return super().forward(
-            _rms_norm(input_, self.layer_norm_weight, self.config.layernorm_epsilon), *args, **kwargs
-        )
+        return super().forward(_rms_norm(input_, self.layer_norm_weight, self.layer_norm_eps), *args, **kwargs)
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata: Any = None):
+        tp_group: Any = self.tp_group
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             {"weight": 0, "bias": 0},  # the norm's weight is whole on every rank
             sharded_offsets,
-            tp_group=self.tp_group,
+            tp_group=tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
+    weight: Any = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
     weight.sequence_parallel = config.sequence_parallel
     return weight
 
@@ -123,7 +124,7 @@ class PackedAttention(MegatronModule):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: Any,
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
@@ -154,7 +155,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """[T, H * D]"""
-        if not isinstance(packed_seq_params, Packed) or packed_seq_params.order is None:
+        if not isinstance(packed_seq_params, Packed):
             raise ValueError("PackedAttention takes packed sequences only, described by describe_for_ours")
         order = packed_seq_params.order
         if order.gather is not None:
@@ -248,13 +249,14 @@ def our_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
         MLP.as_mlp_submodule,
         submodules=MLPSubmodules(linear_fc1=OurLayerNormColumnParallelLinear, linear_fc2=RowParallelLinear),
     )
+    add_residual: Any = get_bias_dropout_add
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add_residual,
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add_residual,
         ),
     )
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=config._pg_collection.pp.rank())

@@ -180,7 +180,7 @@ class MegatronWorker:
         self._resident = False
         if self.device.type == "cuda":
             self.optimizer.to_host()
-            for buffer in self.model.chunk.buffers:
+            for buffer in self.model.buffers():
                 buffer.offload_to_cpu(move_params=True, move_grads=True)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -190,7 +190,7 @@ class MegatronWorker:
         if self._resident:
             raise RuntimeError("onload: the policy is on its device already")
         if self.device.type == "cuda":
-            for buffer in self.model.chunk.buffers:
+            for buffer in self.model.buffers():
                 buffer.reload_from_cpu(move_params=True, move_grads=True)
             self.optimizer.to_device(self.device)
             torch.cuda.synchronize()
