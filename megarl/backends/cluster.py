@@ -422,7 +422,9 @@ class WorkerGroup:
                 **slot,
             )
             self._actors.append(host.remote(self.log_file(rank), visible[rank]))
-        found = self._gather([actor.where.remote() for actor in self._actors], "its start", build_timeout_s)
+        # on a busy machine importing Ray alone takes a while: the longer of the two deadlines
+        start_s = max(build_timeout_s, cluster.config.start_timeout_s)
+        found = self._gather([actor.where.remote() for actor in self._actors], "its start", start_s)
         address, port = found[0]
         self._gather(
             [
