@@ -20,12 +20,13 @@ def draw(
     for panel, agent in zip(panels, agents, strict=True):
         for (method, title), colour in zip(titles.items(), _COLOURS, strict=True):
             steps, accuracy = zip(*curves[method][agent], strict=True)
+            panel.set_xticks(steps)
             panel.plot(steps, accuracy, color=colour, marker="o", markersize=3.5, label=title)
         start = curves[next(iter(titles))][agent][0][1]
         panel.axhline(start, color="black", linewidth=0.8, linestyle=":", label="start")
         panel.set_title(agent)
         panel.set_xlabel("step")
         panel.grid(alpha=0.25)
-    panels[0].set_ylabel("sampled accuracy, problems not trained on")
+    panels[0].set_ylabel("sampled accuracy")
     panels[-1].legend(loc="center right")
     figure.savefig(path, dpi=140)
