@@ -159,7 +159,8 @@ def test_data_parallel_ranks_on_replayed_rollouts(folder, plain):
     layouts = {f"agents.{name}.layout": {"dp": 2} for name in ("ann", "bob")}
     replayed = train(validate({**raw(folder, name="dp2", **changes, **layouts), "steps": 2, "checkpoint": {}}))
     for first, second in zip(read_metrics(plain)[:2], read_metrics(replayed), strict=True):
-        ignored = ("microbatches", "learning_rate")  # the schedule is constant here; packs differ
+        # packs differ; the largest drift is itself a rounding error, now of weights that another layout has updated
+        ignored = ("microbatches", "logprob_drift_max")
         first, second = (
             {k: v for k, v in row.items() if "/time/" not in k and not k.endswith(ignored)} for row in (first, second)
         )
