@@ -33,6 +33,7 @@ SOCKET_PATH_LIMIT = 107
 RAY_SOCKET_SUFFIX = len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
 LOG_TAIL_LINES = 20
 PORT_ATTEMPTS = 3
+START_ATTEMPTS = 3
 
 
 class WorkerLost(RuntimeError):
@@ -129,21 +130,33 @@ def connect(cfg: ClusterConfig, run_dir: Path) -> Cluster:
         if device == "cuda"
         else {"num_gpus": 0, "resources": {"slot": cfg.gpus_per_node}}
     )
-    with _loopback_only():
-        ray.init(
-            address="local",
-            num_cpus=1,  # our actors ask for slots, not CPUs; Ray starts this many idle workers in advance
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            object_store_memory=_object_store_bytes(),
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(temp_dir),
-            _system_config={"worker_niceness": 0},  # ranks and engines are the job, not background work
-            **slots,
-        )
+    _start_ray(
+        address="local",
+        num_cpus=1,  # our actors ask for slots, not CPUs; Ray starts this many idle workers in advance
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        object_store_memory=_object_store_bytes(),
+        _node_ip_address="127.0.0.1",
+        _temp_dir=str(temp_dir),
+        _system_config={"worker_niceness": 0},  # ranks and engines are the job, not background work
+        **slots,
+    )
     nodes = _wait_for_nodes(cfg, device)
     return Cluster(device=device, config=cfg, run_dir=run_dir, nodes=nodes, temp_dir=temp_dir)
+
+
+def _start_ray(**settings: Any) -> None:
+    """``ray.init``, tried again where its raylet was late: Ray allows it 30 s, which a busy machine may exceed."""
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            with _loopback_only():
+                ray.init(**settings)
+            return
+        except Exception as error:  # Ray raises this very class there, and its subclasses elsewhere
+            if type(error) is not Exception or attempt == START_ATTEMPTS:
+                raise
+            ray.shutdown()
 
 
 @contextmanager
