@@ -149,7 +149,7 @@ class MegatronPolicy:
         return packing.pack(
             samples,
             dp=layout.dp,
-            tokens_per_microbatch=tokens,
+            tokens_per_microbatch=tokens * layout.cp,  # the budget is per rank; a pack is shared by cp of them
             sequence_multiple=layout.sequence_multiple,
             total_multiple=layout.total_multiple,
         )
