@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.answers.equal import MAX_LENGTH, canonical, equal
+from megarl.answers.form import read_form
 from megarl.answers.read import last_number, read_answer, read_answers
 from megarl.answers.vote import vote
 from megarl.settings import AnswersConfig
@@ -180,7 +181,7 @@ def test_case_f9_hostile_answers_are_bounded():
 
 def test_case_a3_threads_agree():
     group = ["1/2", "0.5", "0.5", "3"]
-    canonical.cache_clear()
+    read_form.cache_clear()
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         ballots = list(pool.map(vote, [group] * 16))
     assert set(ballots) == {vote(group)} and ballots[0].count == 3
