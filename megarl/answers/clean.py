@@ -6,7 +6,7 @@ from megarl.answers.characters import ascii_math
 
 _SPACING = re.compile(
     r"\\(?:left|right|middle|[bB]ig{1,2}[lrm]?|displaystyle|textstyle|scriptstyle|limits|q?quad|hspace\s*\{[^{}]*\}"
-    r"|(?:thin|med|thick|neg)?space|bf|it|rm|boldmath|hline)(?![A-Za-z])|(?<!\\)\\[!,;:> ]|~|&nbsp;"
+    r"|(?:thin|med|thick|neg)?space|bf|it|rm|boldmath|hline|[lL]arge|LARGE|[hH]uge|small|tiny|normalsize)(?![A-Za-z])|(?<!\\)\\[!,;:> ]|~|&nbsp;"
 )
 _SYNONYMS = [
     (re.compile(r"\\(?:[dtc]|[sn]ice|s)frac(?![A-Za-z])"), r"\\frac"),
@@ -21,6 +21,8 @@ _SYNONYMS = [
     (re.compile(r"\\div(?![A-Za-z])"), "/"),
     (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
     (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
+    (re.compile(r"\\langle(?![A-Za-z])"), "("),
+    (re.compile(r"\\rangle(?![A-Za-z])"), ")"),
     (re.compile(r"\\lbrack(?![A-Za-z])"), "["),
     (re.compile(r"\\rbrack(?![A-Za-z])"), "]"),
     (re.compile(r"\\(?:colon|ratio)(?![A-Za-z])|\{\s*:\s*\}"), ":"),

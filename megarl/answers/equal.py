@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import combinations
+from typing import Any
 
 from megarl.answers import algebra, magnitude
 from megarl.answers.form import MAX_LENGTH, Form, read_form
@@ -29,6 +30,7 @@ __all__ = ["MAX_LENGTH", "Judgement", "Outcome", "canonical", "compare", "equal"
 
 _MAX_SURE = 150  # characters of a closed value up to which its print is taken to be its alone
 _UNORDERED = ("set", "union", "equal:", "unequal:")
+_LEFT = "not real"
 _log = logging.getLogger(__name__)
 
 
@@ -205,22 +207,29 @@ def _is_nonzero(difference: algebra.Poly) -> bool:
 
 def _prints(a: Form, b: Form, replies: Sequence[Reply]) -> Judgement:
     """By the prints in each setting: the letters positive with "log" to 10 and to e, and the letters negative."""
-    first, second = replies[0]["prints"], replies[1]["prints"]
-    same = [p[0] == q[0] for p, q in zip(first, second, strict=True)]
+    first, second = (_comparable(r["prints"]) for r in replies)
+    same = [p == q for p, q in zip(first, second, strict=True)]
     if all(same):
-        lossy = any(len(p) > 2 and p[2] for p in (*first, *second))
+        lossy = any(len(p) > 2 and p[2] for r in replies for p in r["prints"])
         closed = [f for f in (a, b) if not f.open]
-        if lossy or any(len(f.key) > _MAX_SURE for f in closed) or len(first[0]) < 2:
+        if lossy or any(len(f.key) > _MAX_SURE for f in closed) or first[0].startswith("undefined"):
             return Judgement(Outcome.UNDECIDED, "they agree in all digits that were computed")
         return Judgement(Outcome.EQUAL, "equal values")
     if not same[0] and not same[1]:
         return Judgement(Outcome.DIFFERENT, "different values")
     if not (same[0] and same[1]):
         return Judgement(Outcome.UNDECIDED, "it depends on the base of log")
-    p, q = first[2], second[2]
-    if len(p) > 1 and len(q) > 1 and p[1] and q[1]:
+    if _LEFT not in (first[2], second[2]):
         return Judgement(Outcome.DIFFERENT, "different values where the letters are negative")
     return Judgement(Outcome.UNDECIDED, "equal where the letters are positive")
+
+
+def _comparable(prints: Sequence[Sequence[Any]]) -> list[str]:
+    """The digits; where they are real for positive letters and not for negative ones, no more than that."""
+    digits = [str(p[0]) for p in prints]
+    if len(prints[0]) > 1 and not prints[0][1] and (len(prints[2]) < 2 or prints[2][1]):
+        digits[2] = _LEFT
+    return digits
 
 
 def _relations(a: Form, b: Form) -> Judgement:

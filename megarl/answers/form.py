@@ -185,7 +185,7 @@ def _assignment(text: str, depth: int) -> Form | None:
         return None
     if name.startswith("("):
         return _point(name, value, depth)
-    names = _letters(name) if len(name) < 3 or "(" not in name else {name[0]}
+    names = _letters(name) if "(" not in name and "_" not in name else {name[0]}  # S_n is a name, n its argument
     free = _letters(value)
     if names & free or (name in ("x", "y", "z") and free & {"x", "y", "z"}):
         return None
@@ -438,8 +438,6 @@ def _brackets(text: str, depth: int) -> Form | None:
     if text.startswith("\\{") and text.endswith("\\}"):
         parts = split(text[2:-2], ",")
         return None if parts is None else _unordered("set", (_node(p, depth + 1) for p in parts))
-    angled = re.fullmatch(r"\\langle(?![A-Za-z])(.*)\\rangle", text)
-    text = f"({angled[1]})" if angled else text
     if len(text) < 3 or text[0] not in "([]" or text[-1] not in ")][":
         return None
     parts = split(text[1:-1], ",")
@@ -457,7 +455,7 @@ def _value(text: str) -> Form:
     except ZeroDivisionError:
         return _text(text)
     except algebra.TooLarge:
-        return Form("value", f"latex:{text}", (), True)
+        return Form("value", f"latex:{text}", (), True) if split(text, ",") else _text(text)
     except Unreadable:
         if _OPERATOR.search(text):
             return Form("value", f"latex:{text}", (), True)

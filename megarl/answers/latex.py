@@ -69,7 +69,7 @@ def _prints(expression: sympy.Expr) -> dict[str, Any]:
         except numeric.Unclear as error:
             return {"undecided": str(error)}
         else:
-            out.append([p.digits, p.real, p.lossy])
+            out.append([p.digits, p.left, p.lossy])
     return {"prints": out}
 
 

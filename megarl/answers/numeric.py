@@ -8,6 +8,7 @@ the length of an answer that agree there to 198 digits are the same function.
 """
 
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ PRECISIONS = (1000, 1300)  # bits
 PRINT = 660  # bits of a print
 _LOST = 640  # bits between the terms of a sum beyond which the smaller one leaves no trace in the print
 _MAX_BITS = 1 << 20  # of an exponent, or of a number whose sine is asked for
+
+
+_ODD = re.compile(r"[+-][0-9a-f]+/[0-9a-f]*[13579bdf]\[\]")  # an odd root of a negative number is negative
 
 
 class Undefined(ArithmeticError):
@@ -40,10 +44,13 @@ SETTINGS = (Setting(), Setting(log_base="e"), Setting(sign=-1))
 
 @dataclass(frozen=True, slots=True)
 class Print:
-    """Leading bits of a value: equal prints are equal values, unless one is ``lossy``: a term was too small to show."""
+    """Leading bits of a value: equal prints are equal values, unless one is ``lossy``: a term was too small to show.
+
+    ``left``: a function of real numbers left the real line, such as the root of a negative one.
+    """
 
     digits: str
-    real: bool
+    left: bool
     lossy: bool
 
 
@@ -56,16 +63,16 @@ def take_print(key: str, setting: Setting) -> Print:
         values.append(reader.value())
         readers.append(reader)
     scale = max(r.scale for r in readers)
-    parts = [_settled(v, w, scale) for v, w in zip(_parts(values[0]), _parts(values[1]), strict=True)]
-    real, imaginary = parts
-    return Print(f"{_spell(real)},{_spell(imaginary)}", imaginary == libmp.fzero, any(r.lossy for r in readers))
+    real, imaginary = (_settled(v, w, scale) for v, w in zip(_parts(values[0]), _parts(values[1]), strict=True))
+    lossy, left = any(r.lossy for r in readers), any(r.left for r in readers)
+    return Print(f"{_spell(real)},{_spell(imaginary)}", left, lossy)
 
 
 def print_of(low: mpc, high: mpc) -> Print:
     """The print of a value known with two precisions from elsewhere."""
     size = max(_magnitude(low), _magnitude(high))
     real, imaginary = (_settled(v, w, size) for v, w in zip(_parts(low), _parts(high), strict=True))
-    return Print(f"{_spell(real)},{_spell(imaginary)}", imaginary == libmp.fzero, False)
+    return Print(f"{_spell(real)},{_spell(imaginary)}", imaginary != libmp.fzero, False)
 
 
 def rough_print(value: mpc) -> str:
@@ -122,6 +129,7 @@ class _Evaluator:
         self.position = 0
         self.scale = -(1 << 62)  # leading bit of the largest term of any sum
         self.lossy = False
+        self.left = False  # the real line
 
     def value(self) -> mpc:
         out = self.sum()
@@ -176,16 +184,24 @@ class _Evaluator:
         name = self.until("(^*],)")
         if not self.take("("):
             return self.letter(name)
+        start = self.position
         arguments = [self.sum()]
         while self.take(","):
+            start = self.position
             arguments.append(self.sum())
+        last = self.text[start : self.position]
         self.take(")")
         function = _FUNCTIONS.get(name)
         if name == "log" and len(arguments) == 1:
             arguments.append(mp.e if self.setting.log_base == "e" else mpf(10))
-        out = function(*arguments) if function else _unknown(name, arguments)
+        if name == "pow" and _ODD.fullmatch(last) and not mp.im(arguments[0]) and mp.re(arguments[0]) < 0:
+            above, below = (int(x, 16) for x in last[:-2].split("/"))
+            out = _power(-arguments[0], mpf(above) / below) * (-1) ** above
+        else:
+            out = function(*arguments) if function else _unknown(name, arguments)
         if mp.isnan(out) or mp.isinf(out):
             raise Undefined(name)
+        self.left |= bool(mp.im(out)) and not any(mp.im(a) for a in arguments)
         return out
 
     def letter(self, name: str) -> mpc:

@@ -101,7 +101,7 @@ def _child(line: str, writer: int, base: int) -> None:
 
 
 def answers(question: Mapping[str, str]) -> Iterator[Reply]:
-    """{"prints": [...]}: one entry per setting of numeric.SETTINGS, each [digits, real, lossy] or [reason];
+    """{"prints": [...]}: one entry per setting of numeric.SETTINGS, each [digits, left, lossy] or [reason];
     {"rough": digits} where only some are known; {"text": true} for what is no mathematics; {"undecided": reason}."""
     from megarl.answers import numeric
 
@@ -124,7 +124,7 @@ def answers(question: Mapping[str, str]) -> Iterator[Reply]:
             yield {"undecided": str(error) or type(error).__name__}
             return
         else:
-            prints.append([p.digits, p.real, p.lossy])
+            prints.append([p.digits, p.left, p.lossy])
     yield {"prints": prints}
 
 
