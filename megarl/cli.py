@@ -81,4 +81,11 @@ def demo(argv: Sequence[str]) -> int:
     return 0
 
 
-VERBS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "demo": demo}
+def answers(argv: Sequence[str]) -> int:
+    """Judge, extract and vote on files of answers: megarl answers judge|extract|vote IN.jsonl OUT.jsonl"""
+    from megarl.answers.command import main as run
+
+    return run(argv)
+
+
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "demo": demo, "answers": answers}
