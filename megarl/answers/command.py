@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
                 out = answer_row(row)
             except ValueError as error:
                 raise ValueError(f"{args.source}:{number}: {error}") from error
-            target.write(json.dumps({"id": row.get("id"), **out}, ensure_ascii=False) + "\n")
+            target.write(json.dumps({"id": row.get("id"), **out}) + "\n")
     return 0
 
 

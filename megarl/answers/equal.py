@@ -30,6 +30,7 @@ __all__ = ["MAX_LENGTH", "Judgement", "Outcome", "canonical", "compare", "equal"
 
 _MAX_SURE = 150  # characters of a closed value up to which its print is taken to be its alone
 _UNORDERED = ("set", "union", "equal:", "unequal:")
+_DEEP = "deep:"
 _LEFT = "not real"
 _log = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ def _sets(a: Form, b: Form) -> Judgement:
 def _questions(form: Form) -> list[Question]:
     if form.parts:
         return [q for p in form.parts for q in _questions(p)]
-    return [_question(form)] if form.kind == "value" else []
+    return [_question(form)] if form.kind == "value" and not form.key.startswith(_DEEP) else []
 
 
 def _question(form: Form) -> Question:
@@ -180,6 +181,8 @@ def _values(a: Form, b: Form) -> Judgement:
             return Judgement(Outcome.DIFFERENT, "different by magnitude")
         if _is_nonzero(algebra.add(a.poly, algebra.negate(b.poly))):
             return Judgement(Outcome.DIFFERENT, "their difference is not 0")
+    if a.key.startswith(_DEEP) or b.key.startswith(_DEEP):
+        return Judgement(Outcome.UNDECIDED, "nested too deeply")
     replies = ask([_question(a), _question(b)])
     if any("text" in r for r in replies):
         return Judgement(Outcome.DIFFERENT, "one is no mathematics")
@@ -188,7 +191,7 @@ def _values(a: Form, b: Form) -> Judgement:
             return Judgement(Outcome.UNDECIDED, str(r["undecided"]))
     if any("rough" in r for r in replies):
         known = [r["rough"] if "rough" in r else r["prints"][0][0] for r in replies]
-        if digits_differ(known[0], known[1]):
+        if any(k.startswith("undefined") for k in known) or digits_differ(known[0], known[1]):
             return Judgement(Outcome.DIFFERENT, "different digits")
         return Judgement(Outcome.UNDECIDED, "the digits that are known agree")
     return _prints(a, b, replies)

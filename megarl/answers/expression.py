@@ -27,6 +27,10 @@ class Unreadable(ValueError):
     """The text is no expression this reader knows."""
 
 
+class TooDeep(algebra.TooLarge):
+    """Brackets, roots and fractions nested beyond MAX_DEPTH."""
+
+
 def read_expression(text: str) -> Poly:
     """The value of an expression; raises Unreadable, ZeroDivisionError, or algebra.TooLarge beyond the bounds."""
     reader = _Reader(_tokens(text))
@@ -73,7 +77,7 @@ class _Reader:
 
     def sum(self, depth: int) -> Poly:
         if depth > MAX_DEPTH:
-            raise algebra.TooLarge("nested too deeply")
+            raise TooDeep("nested too deeply")
         value = self.product(depth)
         while self.peek() in ("+", "-"):
             minus = self.take("-")
@@ -152,7 +156,7 @@ class _Reader:
         if self.take("-"):
             return algebra.negate(self.argument(depth + 1))
         if depth > MAX_DEPTH:
-            raise algebra.TooLarge("nested too deeply")
+            raise TooDeep("nested too deeply")
         self.take("+")
         return self.primary(depth)
 
@@ -190,7 +194,7 @@ class _Reader:
 
     def macro(self, name: str, depth: int) -> Poly:
         if depth > MAX_DEPTH:
-            raise algebra.TooLarge("nested too deeply")
+            raise TooDeep("nested too deeply")
         if name in ("frac", "binom"):
             top = self.argument(depth + 1)
             bottom = self.argument(depth + 1)

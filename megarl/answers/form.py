@@ -15,7 +15,7 @@ from functools import lru_cache
 from megarl.answers import algebra
 from megarl.answers.algebra import Poly
 from megarl.answers.clean import clean, ungroup, without_unit
-from megarl.answers.expression import Unreadable, read_expression
+from megarl.answers.expression import TooDeep, Unreadable, read_expression
 from megarl.answers.words import NUMBERS, PHRASES
 
 MAX_LENGTH = 2000  # characters beyond which an answer is compared as text
@@ -454,8 +454,10 @@ def _value(text: str) -> Form:
         return _number(read_expression(text))
     except ZeroDivisionError:
         return _text(text)
-    except algebra.TooLarge:
-        return Form("value", f"latex:{text}", (), True) if split(text, ",") else _text(text)
+    except algebra.TooLarge as error:
+        if split(text, ",") is None:
+            return _text(text)
+        return Form("value", f"{'deep' if isinstance(error, TooDeep) else 'latex'}:{text}", (), True)
     except Unreadable:
         if _OPERATOR.search(text):
             return Form("value", f"latex:{text}", (), True)

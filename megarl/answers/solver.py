@@ -59,12 +59,13 @@ def _forked(line: str, base: int) -> str:
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         best = pipe.read().decode("utf-8").splitlines()
-    _, status = os.waitpid(child, 0)
+    _, status, used = os.wait4(child, 0)
     if best:
-        return best[-1]
-    code = os.waitstatus_to_exitcode(status)
-    how = signal.Signals(-code).name if code < 0 else _REASONS[code]
-    return json.dumps({"undecided": how})
+        answer = json.loads(best[-1])
+    else:
+        code = os.waitstatus_to_exitcode(status)
+        answer = {"undecided": signal.Signals(-code).name if code < 0 else _REASONS[code]}
+    return json.dumps({**answer, "cpu": used.ru_utime + used.ru_stime})
 
 
 def _child(line: str, writer: int, base: int) -> None:
@@ -102,7 +103,8 @@ def _child(line: str, writer: int, base: int) -> None:
 
 def answers(question: Mapping[str, str]) -> Iterator[Reply]:
     """{"prints": [...]}: one entry per setting of numeric.SETTINGS, each [digits, left, lossy] or [reason];
-    {"rough": digits} where only some are known; {"text": true} for what is no mathematics; {"undecided": reason}."""
+    {"rough": digits} where only some are known; {"text": true} for what is no mathematics; {"undecided": reason}.
+    The parent adds "cpu", the seconds that it took."""
     from megarl.answers import numeric
 
     if "latex" in question:

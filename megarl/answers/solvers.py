@@ -43,6 +43,10 @@ class Solvers:
             self._known[q] = reply
         return [self._known[q] for q in questions]
 
+    def forget(self) -> None:
+        """Drop what was answered; the processes stay."""
+        self._known.clear()
+
     def _ask(self, question: Question) -> Reply:
         idle = self._idle[question[0]]
         worker = idle.get()
@@ -103,3 +107,8 @@ def _solvers(pid: int) -> Solvers:
 def ask(questions: Sequence[Question]) -> list[Reply]:
     """Replies of this process's own workers; after a fork the child gets workers of its own."""
     return _solvers(os.getpid()).ask(questions)
+
+
+def forget() -> None:
+    """Make this process's workers answer everything anew."""
+    _solvers(os.getpid()).forget()
