@@ -74,6 +74,10 @@ class SamplingConfig(Section):
 class AnswersConfig(Section):
     style: Literal["boxed", "last-number"] = "boxed"
     truncated: Literal["invalid", "read"] = Field(default="invalid", description="may a response cut by length vote?")
+    verdict: Literal["sentence", "keywords"] = Field(
+        default="sentence",
+        description="keywords: without the exact sentence a verdict is guessed (CoVerRL release)",
+    )
 
 
 class ScheduleConfig(Section):
