@@ -107,12 +107,13 @@ class RunConfig(Section):
             raise ValueError(f"{key}.layout.sp=true shares the work of a tensor-parallel group: it needs tp > 1")
         longest = self.max_prompt_tokens + self.sampling_of(name).max_tokens
         capacity = self.batch.tokens_per_microbatch * layout.cp
-        if longest > capacity:
+        padded = -(-longest // layout.sequence_multiple) * layout.sequence_multiple
+        if padded > capacity // layout.total_multiple * layout.total_multiple:
             whose = "data" if self.max_prompt_tokens == self.data.max_prompt_tokens else "algo"
             raise ValueError(
                 f"batch.tokens_per_microbatch={self.batch.tokens_per_microbatch} with {key}.layout.cp={layout.cp} "
                 f"holds {capacity} tokens, but a sequence may have {whose}.max_prompt_tokens + max_tokens = {longest}: "
-                f"set it to at least {-(-longest // layout.cp)}"
+                f"set it to at least {-(-longest // layout.total_multiple) * layout.total_multiple // layout.cp}"
             )
         samples = self.batch.prompts_per_step * self.samples(name)
         if self.batch.updates_per_step > samples:

@@ -91,6 +91,10 @@ def test_context_parallel_widens_a_microbatch():
     assert "at least 16" in refusal(
         batch__tokens_per_microbatch=15, agents__a__layout={"cp": 2}, agents__b__layout={"cp": 2}
     )
+    cp3 = {"agents.a.layout": {"cp": 3}, "agents.b.layout": {"cp": 3}}
+    validate(raw(**{"batch.tokens_per_microbatch": 12, **cp3}))
+    # 33 tokens hold 32, but a sequence is padded to a multiple of 2 cp = 6: 36
+    assert "at least 12" in refusal(batch__tokens_per_microbatch=11, agents__a__layout={"cp": 3})
 
 
 def test_twins_are_warned_of():
