@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from megarl.algos import AnyAlgorithm
+from megarl.algos.corewarding import CoRewarding
 from megarl.settings import (
     AdvantageConfig,
     AgentConfig,
@@ -88,6 +89,11 @@ class RunConfig(Section):
         return self
 
     def _check_seats(self) -> None:
+        if isinstance(self.algo, CoRewarding) and len(self.agents) > 1:
+            raise ValueError(
+                f"algo.name={self.algo.name} trains one policy, but there are agents {', '.join(self.agents)}: keep "
+                "one agent and give it seats (for two policies there is algo.name=corl)"
+            )
         taken: dict[str, str] = {}
         for name, agent in self.agents.items():
             for seat in {name, *agent.seats}:
