@@ -8,7 +8,7 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -43,11 +43,15 @@ CONFIG_DIR = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent
 OmegaConf.register_new_resolver("configs", lambda: str(CONFIG_DIR), replace=True)
 
 
+# what becomes a folder, a metric's key or an actor's name
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._+-]*$", max_length=100)]
+
+
 class RunConfig(Section):
     """Everything a run is made of."""
 
-    experiment: str = "default"
-    name: str = "run"
+    experiment: Name = "default"
+    name: Name = "run"
     output: str = Field(default="runs", description="run directories are OUTPUT/EXPERIMENT/NAME")
     seed: int = 0
     steps: int = Field(ge=1)
@@ -58,7 +62,7 @@ class RunConfig(Section):
     answers: AnswersConfig = AnswersConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
-    agents: dict[str, AgentConfig] = Field(min_length=1)
+    agents: dict[Name, AgentConfig] = Field(min_length=1)
     cluster: ClusterConfig = ClusterConfig()
     reshard: ReshardConfig = ReshardConfig()
     guard: GuardConfig = GuardConfig()
@@ -137,7 +141,7 @@ class RunConfig(Section):
                 f"{key} wants tensor parallel {tp}, but cluster.gpus_per_node={self.cluster.gpus_per_node}: "
                 "a tensor-parallel group stays within a node"
             )
-        _check_against_model(key, agent)
+        _check_against_model(key, agent, longest)
 
     def _check_slots(self) -> None:
         wanted = {name: agent.slots for name, agent in self.agents.items()}
@@ -177,20 +181,34 @@ class RunConfig(Section):
         return self.loss.kl_coef if own is None else own
 
 
-def _check_against_model(key: str, agent: AgentConfig) -> None:
-    """Refuse a layout that the model's own shape cannot take, where its config.json is at hand."""
+def _check_against_model(key: str, agent: AgentConfig, longest: int) -> None:
+    """Refuse a layout or lengths that the model's own shape cannot take, where its config.json is at hand."""
     file = Path(agent.model) / "config.json"
     if not file.is_file():
         return  # a hub name: the backend checks it once it is loaded
-    model = json.loads(file.read_text())
-    model = model.get("text_config", model)
-    layout = agent.layout
-    for part, size in (("num_attention_heads", layout.tp), ("num_attention_heads", agent.engine.tp)):
-        if model[part] % size:
-            raise ValueError(f"{key}: {part}={model[part]} of {agent.model} cannot be divided by tp={size}")
-    if layout.pp > model["num_hidden_layers"]:
-        layers = model["num_hidden_layers"]
-        raise ValueError(f"{key}.layout.pp={layout.pp} stages, but {agent.model} has num_hidden_layers={layers}")
+    try:
+        model = json.loads(file.read_text(encoding="utf-8"))
+        model = model.get("text_config", model)
+        heads, layers = int(model["num_attention_heads"]), int(model["num_hidden_layers"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{key}.model={agent.model}: {file} does not describe a language model ({error!r})") from error
+    groups, wide = model.get("num_key_value_heads", heads), model.get("intermediate_size", 0)
+    for field, tp in (("layout.tp", agent.layout.tp), ("engine.tp", agent.engine.tp)):
+        if heads % tp or wide % tp:
+            part, size = ("num_attention_heads", heads) if heads % tp else ("intermediate_size", wide)
+            raise ValueError(f"{key}.{field}={tp} does not divide {part}={size} of {agent.model}")
+        if groups % tp and tp % groups:
+            raise ValueError(
+                f"{key}.{field}={tp} and num_key_value_heads={groups} of {agent.model}: one must divide the other"
+            )
+    if agent.layout.pp > layers:
+        raise ValueError(f"{key}.layout.pp={agent.layout.pp} stages, but {agent.model} has num_hidden_layers={layers}")
+    positions = model.get("max_position_embeddings")
+    if positions is not None and longest > positions:
+        raise ValueError(
+            f"{key}: a sequence may have {longest} tokens (prompt + response), but {agent.model} has "
+            f"max_position_embeddings={positions}: lower data.max_prompt_tokens or max_tokens"
+        )
 
 
 def _warn_of_twins(agents: Mapping[str, AgentConfig]) -> None:

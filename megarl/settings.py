@@ -5,7 +5,7 @@ step, per update), memory numbers are per rank and in tokens.
 """
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -107,11 +107,20 @@ class ScheduleConfig(Section):
     min_ratio: float = Field(default=0.0, ge=0, le=1, description="of the peak, at the end of the decay")
     per: Literal["step", "update"] = "step"
 
+    @model_validator(mode="after")
+    def _warmup_says_what_it_counts(self) -> "ScheduleConfig":
+        if isinstance(self.warmup, float) and self.warmup >= 1:
+            raise ValueError(f"warmup={self.warmup}: a share of the run is below 1, a number of steps an integer")
+        return self
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class OptimizerConfig(Section):
     name: Literal["adam", "sgd"] = "adam"
     lr: float = Field(default=1e-6, gt=0)
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), strict=False)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     clip_grad: float = Field(default=1.0, ge=0, description="global norm; 0: off")
