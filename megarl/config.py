@@ -8,7 +8,7 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -32,6 +32,7 @@ from megarl.settings import (
     EvaluationConfig,
     GuardConfig,
     LossConfig,
+    Name,
     ReshardConfig,
     SamplingConfig,
     Section,
@@ -41,10 +42,6 @@ _HERE = Path(__file__).resolve().parent
 CONFIG_DIR = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / "configs"
 # ${configs:} in a YAML file: where the files shipped with the configurations stand, in a checkout or in a wheel
 OmegaConf.register_new_resolver("configs", lambda: str(CONFIG_DIR), replace=True)
-
-
-# what becomes a folder, a metric's key or an actor's name
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._+-]*$", max_length=100)]
 
 
 class RunConfig(Section):

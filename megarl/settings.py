@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+# what becomes a folder, a metric's key or an actor's name
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._+-]*$", max_length=100)]
+
 
 class Section(BaseModel):
     """A frozen piece of configuration that refuses unknown keys and does not coerce ("3" is no integer)."""
@@ -178,7 +181,7 @@ class AgentConfig(Section):
 
     model: str = Field(description="directory of a Hugging Face model, or its hub name")
     view: str = Field(default="original", description="which view of a prompt this agent reads (data.views)")
-    seats: dict[str, str] = Field(
+    seats: dict[Name, str] = Field(
         default={}, description="name -> view: one policy answers every prompt under several names (Co-rewarding)"
     )
     template: dict[str, bool | int | str] = Field(
