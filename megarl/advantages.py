@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from megarl.packing import at_response, response_mask
 from megarl.settings import AdvantageConfig, RewardConfig
 from megarl.types import Group, Rollout, RolloutKey, Sample, TokenStats
 from megarl_kernels import grouped_advantage
@@ -108,18 +109,14 @@ def _advantages(groups: Sequence[Group], cfg: AdvantageConfig) -> np.ndarray:
 
 
 def _sample(rollout: Rollout, stats: TokenStats, advantage: float, *, rewarded: bool) -> Sample:
-    before = len(rollout.prompt_ids)
-    mask = np.arange(before + len(rollout.token_ids)) >= before
-
     def placed(values: np.ndarray) -> np.ndarray:
-        if len(values) != len(rollout.token_ids):
-            raise ValueError(f"{rollout.key}: {len(values)} values for {len(rollout.token_ids)} response tokens")
-        return np.pad(values, (before, 0)).astype(np.float32) if rewarded else np.zeros(len(mask), np.float32)
+        whole = at_response(rollout, values)
+        return whole if rewarded else np.zeros_like(whole)  # NaN may stand where there is no reward
 
     return Sample(
         key=rollout.key,
         token_ids=np.concatenate([rollout.prompt_ids, rollout.token_ids]).astype(np.int32),
-        mask=mask & rewarded,
+        mask=response_mask(rollout) & rewarded,
         rollout_logprobs=placed(rollout.logprobs),
         policy_logprobs=placed(stats.logprobs),
         reference_logprobs=None if stats.reference is None else placed(stats.reference),

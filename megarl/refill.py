@@ -14,7 +14,7 @@ from megarl.answers.read import read_answers
 from megarl.config import RunConfig
 from megarl.deck import Cursor, Deck
 from megarl.log import RunLog
-from megarl.types import Group, Prompt, Rollout, Seed
+from megarl.types import Group, Metrics, Prompt, Rollout, Seed
 
 
 def roll_out(
@@ -61,12 +61,16 @@ def shortfall(cfg: RunConfig, seen: Sequence[Rollout], deck: Deck, agents: Agent
     return {name: max(cfg.batch.prompts_per_step - len(found.get(name, ())), 0) for name in agents}
 
 
-def trained(cfg: RunConfig, groups: Sequence[Group]) -> list[Group]:
-    """The groups that train: all, or (dynamic sampling) those of each agent's first prompts whose rewards differ."""
-    if cfg.batch.refill_rounds is None:
-        return list(groups)
+def trained(cfg: RunConfig, groups: Sequence[Group]) -> tuple[list[Group], dict[str, Metrics]]:
+    """The groups that train: all, or (dynamic sampling) those of each agent's first prompts whose rewards differ.
+
+    Beside them, by agent, ``prompts_teaching``: how many prompts have rewards that differ among the members that train.
+    """
     found = differing(groups, cfg.batch.train_samples_per_prompt)
-    return only(groups, {agent: uids[: cfg.batch.prompts_per_step] for agent, uids in found.items()})
+    counts: dict[str, Metrics] = {name: {"prompts_teaching": float(len(found.get(name, ())))} for name in cfg.agents}
+    if cfg.batch.refill_rounds is None:
+        return list(groups), counts
+    return only(groups, {agent: uids[: cfg.batch.prompts_per_step] for agent, uids in found.items()}), counts
 
 
 def _short(cfg: RunConfig, agent: str, missing: int, rounds: int, dealt: int, *, ended: bool) -> str:

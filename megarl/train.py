@@ -60,8 +60,10 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
                 labels = algo.label(seen, deck.gold if "gold" in algo.needs else None)
                 groups = algo.reward(seen, labels, stats)
                 log.metrics(diagnose(seen, labels, groups, deck.gold, stats))
-                groups = overlong(trained(cfg, groups), seen, limits, cfg.reward)
-                samples = spread(groups, seen, stats, cfg.advantage, cfg.batch.train_samples_per_prompt)
+                training, teaching = trained(cfg, groups)
+                log.agents("reward", teaching)
+                training = overlong(training, seen, limits, cfg.reward)
+                samples = spread(training, seen, stats, cfg.advantage, cfg.batch.train_samples_per_prompt)
                 for text in twins(seen):
                     log.say(f"warning: {text}")
                 # loss -> update
@@ -72,7 +74,7 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
                 with log.phase("reshard"):
                     log.agents("reshard", reshard_all(agents, step + 1, cfg.reshard.bucket_bytes, log.seconds))
 
-            log.samples(step, seen, labels, groups, samples, stats)
+            log.samples(step, seen, labels, training, samples, stats)
             if due(cfg, step + 1):
                 with log.phase("save"):
                     checkpoint.save(log.run_dir, step + 1, agents, deck, cursor, cfg.checkpoint.keep)

@@ -167,7 +167,7 @@ METHODS: dict[str, Callable[[], Algorithm]] = {"Co-RL": lambda: CoRL(ring=AGENTS
 
 def draw(paths: dict[str, list[tuple[Path2, Path2]]], run: Run, file: Path) -> None:
     """Write a PNG, a panel per method: the predicted field and, over it, (simulated, predicted) paths."""
-    figure = Figure(figsize=(5.2 * len(paths), 5.2), layout="constrained")
+    figure = Figure(figsize=(5.2 * len(paths), 5.7), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(paths), sharey=True, squeeze=False)[0]
     for panel, (method, pairs) in zip(panels, paths.items(), strict=True):
@@ -182,7 +182,7 @@ def draw(paths: dict[str, list[tuple[Path2, Path2]]], run: Run, file: Path) -> N
         panel.set_xlabel("agent a: P(right)")
         panel.set_aspect("equal")
     panels[0].set_ylabel("agent b: P(right)")
-    panels[0].legend(loc="lower left")
+    panels[0].legend(loc="lower right")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=140)
 
@@ -202,9 +202,11 @@ def main(args: Sequence[str] | None = None) -> None:
     """Train pairs from several starts by both methods; print where they end, and draw them."""
     parser = argparse.ArgumentParser(prog="python -m megarl.demo.flow", description=main.__doc__)
     parser.add_argument("out", type=Path, help="the picture, a PNG")
-    parser.add_argument("--seed", type=int, default=0)
+    for name, default in (("prompts", 64), ("steps", 60), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args(args)
-    run, paths = Run(seed=options.seed), dict[str, list[tuple[Path2, Path2]]]()
+    run = Run(prompts=options.prompts, steps=options.steps, seed=options.seed)
+    paths: dict[str, list[tuple[Path2, Path2]]] = {}
     print("method  start        trained      predicted    largest distance on the way")
     for method, make in METHODS.items():
         for start in STARTS:
