@@ -9,56 +9,42 @@ update; step, learning rate and deck go on).
 from collections.abc import Mapping, Sequence
 
 from megarl.advantages import differing, only
-from megarl.agents import Agents, generate
+from megarl.agents import Agents, fitting, generate, seats
 from megarl.answers.read import read_answers
 from megarl.config import RunConfig
 from megarl.deck import Cursor, Deck
 from megarl.log import RunLog
-from megarl.types import Group, Metrics, Prompt, Rollout, Seed
+from megarl.types import Group, Metrics, Prompt, Rollout, RolloutKey, Seed
+
+TooLong = set[tuple[str, RolloutKey | None]]  # (agent, parent) of follow-ups that were not asked
 
 
 def roll_out(
     cfg: RunConfig, agents: Agents, deck: Deck, cursor: Cursor, step: int, log: RunLog
 ) -> tuple[list[Rollout], Cursor]:
     """All rollouts of a step, every turn of every round, and the deck's cursor behind them."""
-    seats = {name: agent.seat for name, agent in agents.items()}
-    asks, cursor = deck.deal(cursor, cfg.batch.prompts_per_step, seats)
-    seen = converse(cfg, agents, asks, step, log)
-    if cfg.batch.refill_rounds is None:
-        return seen, cursor
-    rounds, dealt = 0, cfg.batch.prompts_per_step
-    missing = shortfall(cfg, seen, deck, agents)
-    while rounds < cfg.batch.refill_rounds and max(missing.values()):
-        asks, cursor = deck.deal_more(cursor, max(missing.values()), seats)
-        if not asks:
-            break
-        rounds, dealt = rounds + 1, dealt + len(asks) // len(agents)
-        seen += converse(cfg, agents, asks, step, log)
-        missing = shortfall(cfg, seen, deck, agents)
-    log.metrics({"cohort/refill_rounds": rounds, "cohort/prompts_dealt": dealt})
-    log.agents("reward", {name: {"prompts_missing": count} for name, count in missing.items()})
-    for name, count in missing.items():
-        if count:
-            log.say(_short(cfg, name, count, rounds, dealt, ended=not asks))
+    too_long: TooLong = set()
+    asks, cursor = deck.deal(cursor, cfg.batch.prompts_per_step, seats(agents))
+    seen = converse(cfg, agents, asks, step, log, too_long)
+    if cfg.batch.refill_rounds is not None:
+        cursor = _refill(cfg, agents, deck, cursor, step, log, seen, too_long)
+    for name in agents:
+        if count := sum(agent == name for agent, _ in too_long):
+            log.agents("engine", {name: {"prompts_too_long": float(count)}})
     return seen, cursor
 
 
-def converse(cfg: RunConfig, agents: Agents, asks: Sequence[Prompt], step: int, log: RunLog) -> list[Rollout]:
+def converse(
+    cfg: RunConfig, agents: Agents, asks: Sequence[Prompt], step: int, log: RunLog, too_long: TooLong
+) -> list[Rollout]:
     """Ask, read the answers, and ask again for as long as the method has follow-ups; all under the same weights."""
     seen: list[Rollout] = []
     while asks:
         with log.phase("generate"):
             answered = generate(agents, asks, Seed(run=cfg.seed, step=step), log.seconds)
         seen += read_answers(answered, cfg.answers)
-        asks = cfg.algo.follow_up(seen)
+        asks = fitting(agents, cfg.algo.follow_up(seen), too_long)
     return seen
-
-
-def shortfall(cfg: RunConfig, seen: Sequence[Rollout], deck: Deck, agents: Agents) -> Mapping[str, int]:
-    """agent -> how many prompts it lacks whose rewards differ."""
-    labels = cfg.algo.label(seen, deck.gold if "gold" in cfg.algo.needs else None)
-    found = differing(cfg.algo.reward(seen, labels, {}), cfg.batch.train_samples_per_prompt)
-    return {name: max(cfg.batch.prompts_per_step - len(found.get(name, ())), 0) for name in agents}
 
 
 def trained(cfg: RunConfig, groups: Sequence[Group]) -> tuple[list[Group], dict[str, Metrics]]:
@@ -67,17 +53,47 @@ def trained(cfg: RunConfig, groups: Sequence[Group]) -> tuple[list[Group], dict[
     Beside them, by agent, ``prompts_teaching``: how many prompts have rewards that differ among the members that train.
     """
     found = differing(groups, cfg.batch.train_samples_per_prompt)
-    counts: dict[str, Metrics] = {name: {"prompts_teaching": float(len(found.get(name, ())))} for name in cfg.agents}
+    counts: dict[str, Metrics] = {name: {"prompts_teaching": float(len(found.get(name, ())))} for name in cfg.seats}
     if cfg.batch.refill_rounds is None:
         return list(groups), counts
     return only(groups, {agent: uids[: cfg.batch.prompts_per_step] for agent, uids in found.items()}), counts
 
 
-def _short(cfg: RunConfig, agent: str, missing: int, rounds: int, dealt: int, *, ended: bool) -> str:
+def _refill(
+    cfg: RunConfig,
+    agents: Agents,
+    deck: Deck,
+    cursor: Cursor,
+    step: int,
+    log: RunLog,
+    seen: list[Rollout],
+    too_long: TooLong,
+) -> Cursor:
+    """Add further prompts' rollouts to ``seen`` while any agent lacks prompts that teach; the cursor behind them."""
+    rounds, dealt, ended = 0, cfg.batch.prompts_per_step, False
+    missing = _missing(cfg, seen, deck)
+    while max(missing.values()) and rounds < (cfg.batch.refill_rounds or 0) and not ended:
+        asks, cursor = deck.deal_more(cursor, max(missing.values()), seats(agents))
+        ended = not asks
+        if asks:
+            rounds, dealt = rounds + 1, dealt + len(asks) // len(cfg.seats)
+            seen += converse(cfg, agents, asks, step, log, too_long)
+            missing = _missing(cfg, seen, deck)
+    log.metrics({"cohort/refill_rounds": float(rounds), "cohort/prompts_dealt": float(dealt)})
+    log.agents("reward", {name: {"prompts_missing": float(count)} for name, count in missing.items()})
     wanted = cfg.batch.prompts_per_step
     why = "the epoch has no more" if ended else f"batch.refill_rounds={cfg.batch.refill_rounds}"
-    rest = f"the step trains on {wanted - missing}" if missing < wanted else "no update"
-    return (
-        f"warning: agent {agent} lacks {missing} of {wanted} prompts whose rewards differ after {rounds} refills and "
-        f"{dealt} prompts ({why}): {rest}"
-    )
+    for name, count in missing.items():
+        if count:
+            log.say(
+                f"warning: agent {name} lacks {count} of {wanted} prompts whose rewards differ after {rounds} refills "
+                f"and {dealt} prompts ({why}): " + (f"it trains on {wanted - count}" if count < wanted else "no update")
+            )
+    return cursor
+
+
+def _missing(cfg: RunConfig, seen: Sequence[Rollout], deck: Deck) -> Mapping[str, int]:
+    """Agent -> how many prompts it lacks whose rewards differ."""
+    labels = cfg.algo.label(seen, deck.gold if "gold" in cfg.algo.needs else None)
+    found = differing(cfg.algo.reward(seen, labels, {}), cfg.batch.train_samples_per_prompt)
+    return {name: max(cfg.batch.prompts_per_step - len(found.get(name, ())), 0) for name in cfg.seats}

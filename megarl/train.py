@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megarl import checkpoint
 from megarl.advantages import overlong, spread
-from megarl.agents import Agents, learning, measure, open_agents, reshard_all, rolling, update
+from megarl.agents import Agents, learning, measure, open_agents, readers, reshard_all, rolling, update
 from megarl.config import RunConfig
 from megarl.deck import Cursor, Deck, open_deck
 from megarl.diagnostics import diagnose, drift, twins
@@ -26,16 +26,16 @@ def train(cfg: RunConfig, *, resume: Path | None = None) -> Path:
     try:
         with open_agents(cfg, run_dir) as agents:
             _train(cfg, agents, log, start)
-        log.console.print(log.summary(tuple(cfg.agents)))
+        log.console.print(log.summary(tuple(dict.fromkeys((*cfg.agents, *cfg.seats)))))
     finally:
         log.close()
     return run_dir
 
 
 def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
-    deck = open_deck(cfg.data, {name: (a.config.view, a.chat) for name, a in agents.items()}, cfg.seed)
+    deck = open_deck(cfg.data, readers(agents), cfg.seed)
     exam = open_evaluation(cfg, agents)
-    algo, limits = cfg.algo, {name: a.sampling.max_tokens for name, a in agents.items()}
+    algo, limits = cfg.algo, {seat: a.sampling.max_tokens for a in agents.values() for seat in a.seats}
     needs = (algo.needs | frozenset[Need](("entropy",))) - {"gold"}
     greet(log, agents, deck)
     cursor = Cursor()
@@ -121,12 +121,13 @@ def greet(log: RunLog, agents: Agents, deck: Deck) -> None:
 def guard(cfg: RunConfig, log: RunLog, drifts: Mapping[str, tuple[float, float]]) -> None:
     """Stop (or warn) where engine and policy disagree about the tokens that were sampled."""
     for name, (mean, largest) in drifts.items():
-        limit = cfg.guard.drift_float32 if cfg.agents[name].dtype == "float32" else cfg.guard.drift_bfloat16
+        dtype = cfg.agent_at(name).dtype
+        limit = cfg.guard.drift_float32 if dtype == "float32" else cfg.guard.drift_bfloat16
         if mean <= limit:  # false for NaN too
             continue
         text = (
             f"agent {name}: engine and policy differ by {mean:.2g} (mean; at most {largest:.2g}) in the logprobs of "
-            f"sampled tokens; the limit for {cfg.agents[name].dtype} is {limit:g}"
+            f"sampled tokens; the limit for {dtype} is {limit:g}"
         )
         if cfg.guard.on_drift == "stop":
             raise GuardStop(text)

@@ -23,6 +23,10 @@ class OneTurn(Section):
         if not agents:
             raise ValueError("agents is empty: a run needs at least one")
 
+    def prompt_limit(self, question: int) -> int:
+        """There is no longer prompt than the question."""
+        return question
+
     def follow_up(self, seen: Sequence[Rollout]) -> list[Prompt]:
         """No second turn."""
         return []
@@ -69,12 +73,14 @@ def agrees(rollout: Rollout, labels: Labels) -> float:
     return float(rollout.answer is not None and label is not None and equal(rollout.answer, label))
 
 
-def consistent(groups: Sequence[Group], labels: Labels, tau: float, of: ShareOf) -> list[Group]:
-    """The groups of prompts whose label has at least the share ``tau`` of its votes; tau=0 lets every group through.
+def consistent(groups: Sequence[Group], labels: Labels, min_share: float, of: ShareOf) -> list[Group]:
+    """The groups of prompts whose label has at least ``min_share`` of the votes; 0 lets every group through.
 
     ``of`` names the denominator: the answers that could be read, or all of them. The two are not comparable.
     """
-    return [g for g in groups if tau <= 0 or _share(labels[g.rollouts[0].agent, g.rollouts[0].uid], of) >= tau]
+    return [
+        g for g in groups if min_share <= 0 or _share(labels[g.rollouts[0].agent, g.rollouts[0].uid], of) >= min_share
+    ]
 
 
 def _share(ballot: Ballot, of: ShareOf) -> float:

@@ -4,8 +4,8 @@ The vote counts all rollouts of a prompt; how many of them train is the batch's 
 do not count (the release lets the empty answer vote, and win). It sharpens whatever the majority already believes:
 prompts the agent gets right less than half of the time get worse.
 
-``tau`` is the naive consistency filter (a baseline of CoVerRL, arXiv 2603.17775, which uses 0.1 and 0.2): prompts whose
-majority is smaller do not train. Nothing replaces them, unless batch.refill_rounds asks for that; a step from which all
+``min_majority_share`` is the naive consistency filter tau (a baseline of CoVerRL, arXiv 2603.17775, which uses 0.1 and
+0.2): prompts whose majority is smaller do not train. Nothing replaces them, unless batch.refill_rounds asks for that; a step from which all
 are dropped makes no update.
 """
 
@@ -22,8 +22,10 @@ class TTRL(OneTurn):
     """label = majority of the agent's own answers; r = 1[answer = label]."""
 
     name: Literal["ttrl"] = "ttrl"
-    tau: float = Field(default=0.0, ge=0, le=1, description="least majority share of a prompt that trains; 0: off")
-    tau_of: ShareOf = Field(default="parsed", description="share of the answers read, or of all")
+    min_majority_share: float = Field(
+        default=0.0, ge=0, le=1, description="tau: prompts with a smaller one do not train"
+    )
+    share_of: ShareOf = Field(default="parsed", description="of the answers that could be read, or of all")
     format_reward: bool = Field(default=False, description="1 more for any answer that could be read (CoVerRL's TTRL)")
 
     def label(self, seen: Sequence[Rollout], gold: Gold | None) -> Labels:
@@ -31,9 +33,9 @@ class TTRL(OneTurn):
         return tally(seen)
 
     def reward(self, seen: Sequence[Rollout], labels: Labels, stats: Mapping[RolloutKey, TokenStats]) -> list[Group]:
-        """1 where the answer equals the label, of the prompts that ``tau`` lets through."""
+        """1 where the answer equals the label, of the prompts that the filter lets through."""
 
         def reward(r: Rollout) -> float:
             return agrees(r, labels) + float(self.format_reward and r.answer is not None)
 
-        return consistent(paid(seen, reward), labels, self.tau, self.tau_of)
+        return consistent(paid(seen, reward), labels, self.min_majority_share, self.share_of)

@@ -1,165 +1,159 @@
-"""Whole runs of the methods and of dynamic sampling on the reference backends."""
+"""CoVerRL, Co-rewarding and a ring of three from end to end on the reference backends."""
 
 import json
-import math
-import random
-import shutil
-from pathlib import Path
+from collections import Counter
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from safetensors.torch import load_file
 
+from megarl.algos.common import tally
+from megarl.algos.coverrl import CoVerRL
+from megarl.answers.equal import equal
+from megarl.answers.read import read_answers
+from megarl.chat import open_chat
 from megarl.config import validate
+from megarl.demo import families, verifier
+from megarl.demo.warmstart import Recipe, write_problems
 from megarl.log import read_metrics
-from megarl.rollouts import step_path
+from megarl.rollouts import read, step_path
+from megarl.settings import AnswersConfig
 from megarl.train import train
 from tests import cohort
+
+REFERENCE = {"backend": "reference", "dtype": "float32", "engine": {"backend": "reference"}, "optimizer": {"lr": 1e-3}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("methods")
+    """Models of noise; one that has learnt how a verifier talks, but not sums; sums in two wordings."""
+    made = tmp_path_factory.mktemp("methods")
+    cohort.raw(made)
+    families.save(*families.build("qwen", 0), made / "base")
+    verifier.teach(made / "base", made / "verifier", Recipe(steps=60, batch=16, lr=8e-3))
+    write_problems(made / "problems")
+    return made
 
 
-def raw(folder: Path, algo: dict, **changes) -> dict:
-    """One agent, and few tokens."""
-    small = {
-        "algo": algo,
-        "agents.bob": None,
-        "agents.ann.optimizer": {"lr": 1e-3},
-        "batch": {"prompts_per_step": 4, "samples_per_prompt": 4, "tokens_per_microbatch": 128},
-        "sampling.max_tokens": 4,
-        "checkpoint.every_steps": 1,
+def raw(folder, name, algo, agents, **changes):
+    problems = folder / "problems" / "train.jsonl"
+    data = {"path": str(problems), "gold": "answer", "id": "id", "max_prompt_tokens": 32}
+    views = {"original": {}, "swapped": {"column": "swapped"}}
+    run = cohort.raw(folder, name=name, steps=2, algo=algo, data={**data, "views": views}, agents=agents)
+    return cohort.changed(run, changes)
+
+
+def coverrl(folder, name, **changes):
+    requests = verifier.REQUESTS.model_dump()
+    algo = {"name": "coverrl", "positives": 4, "min_positives": 1, "revisions": 2, "requests": requests}
+    agents = {
+        "sure": {**REFERENCE, "model": str(folder / "verifier")},
+        "noise": {**REFERENCE, "model": str(folder / "model-bob")},  # never says a verdict: nothing of it is kept
     }
-    return cohort.raw(folder, **(small | changes))
-
-
-def weights(run_dir: Path, step: int) -> dict:
-    files = sorted((run_dir / "checkpoints" / f"step_{step}" / "agents").rglob("*.safetensors"))
-    found = {f"{f.parent.name}/{f.name}/{k}": t.numpy().tobytes() for f in files for k, t in load_file(f).items()}
-    assert found
-    return found
+    settings = {
+        "algo.max_prompt_tokens": 96,
+        "batch.samples_per_prompt": 8,
+        "batch.train_samples_per_prompt": 4,
+        "sampling.max_tokens": 32,
+        "batch.tokens_per_microbatch": 512,
+        "answers.truncated": "invalid",
+    }
+    return raw(folder, name, algo, agents, **settings | changes)
 
 
 @pytest.fixture(scope="module")
-def lies(folder):
-    """The same problems with noise for true answers."""
-    cohort.raw(folder)
-    rows = [json.loads(line) for line in (folder / "problems.jsonl").read_text().splitlines()]
-    noise = random.Random(0)
-    path = folder / "lies.jsonl"
-    path.write_text("".join(json.dumps(row | {"answer": str(noise.randrange(10))}) + "\n" for row in rows))
-    return path
+def plain(folder):
+    return train(validate(coverrl(folder, "coverrl")))
 
 
-@pytest.mark.parametrize("name", ["ttrl", "intuitor", "rent", "random", "format", "rlvr"])
-def test_v39_a_run_without_labels_does_not_depend_on_the_truth(folder, lies, name):
-    """Weights after a step, bit for bit; and the method's reward is what the logged rollouts say it is."""
-    runs = [
-        train(validate(raw(folder, {"name": name}, name=f"{name}-{i}", steps=1, **changes)))
-        for i, changes in enumerate(({}, {"data.path": str(lies)}))
-    ]
-    same = weights(runs[0], 1) == weights(runs[1], 1)
-    assert same == (name != "rlvr"), "and the supervised reference does depend on it"
-    [row] = read_metrics(runs[0])
-    assert row["agent/ann/policy/grad_norm"] > 0, "it did learn"
-    logged = pq.read_table(step_path(runs[0], 0)).to_pydict()
-    by_hand = {
-        "intuitor": lambda i: np.mean(logged["certainty"][i]),
-        "rent": lambda i: -np.mean(logged["entropy"][i]),
-        "format": lambda i: float(logged["answer"][i] is not None),
-        "ttrl": lambda i: float(logged["answer"][i] is not None and logged["answer"][i] == logged["label"][i]),
-    }
-    if name in by_hand:
-        expected = [by_hand[name](i) for i in range(16)]
-        assert logged["reward"] == pytest.approx(expected, abs=1e-6)
-        assert row["agent/ann/reward/reward_mean"] == pytest.approx(np.mean(expected), abs=1e-6)
-    if name in ("intuitor", "rent"):
-        assert set(logged["label"]) == {None}
+def saved(run_dir, step):
+    return read(step_path(run_dir, step))
 
 
-DYNAMIC = {
-    "batch": {"prompts_per_step": 3, "samples_per_prompt": 4, "tokens_per_microbatch": 128, "refill_rounds": 2},
-    "agents.ann.optimizer": {"lr": 1e-3, "schedule": {"decay": "linear"}},
-}
-KEYS = ("cohort/refill_rounds", "cohort/prompts_dealt", "agent/ann/reward/prompts_missing")
-
-
-def test_case_b7_nothing_but_consensus(folder, capfd):
-    """Nearly greedy sampling: all rollouts of a prompt are equal. The refill ends, is said and counted, and the run
-    goes on with step, learning rate and deck where they ought to be.
-    """
-    changes = DYNAMIC | {"sampling.temperature": 1e-3, "guard": {"on_drift": "warn"}, "steps": 4}
-    run = train(validate(raw(folder, {"name": "ttrl"}, name="consensus", **changes)))
-    rows = read_metrics(run)
-    # 24 problems: two steps of 3 + 2 * 3, then 6 are left: one refill of 3, and the epoch has no more
-    assert [[row[key] for key in KEYS] for row in rows] == [[2, 9, 3], [2, 9, 3], [1, 6, 3], [2, 9, 3]]
-    assert [row["agent/ann/reward/prompts_teaching"] for row in rows] == [0] * 4
-    assert [row["agent/ann/policy/learning_rate"] for row in rows] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
-    assert all(math.isfinite(x) for row in rows for x in row.values())
-    state = json.loads((run / "checkpoints" / "step_4" / "state.json").read_text())
-    assert state["cursor"] == {"epoch": 1, "place": 9}
-    assert weights(run, 3) == weights(run, 4), "no update"
-    asked = [uid for step in range(3) for uid in set(pq.read_table(step_path(run, step)).to_pydict()["uid"])]
-    assert len(asked) == len(set(asked)) == 24, "an epoch asks each prompt once"
-    text = capfd.readouterr().err
-    assert "agent ann lacks 3 of 3 prompts whose rewards differ after 2 refills and 9 prompts" in text
-    assert "(batch.refill_rounds=2): no update" in text and "(the epoch has no more): no update" in text
-
-
-def test_a_refilled_step_is_full_and_resumes_exactly(folder):
-    changes = DYNAMIC | {"checkpoint": {"every_steps": 1, "keep": 4}, "steps": 4}
-    cfg = validate(raw(folder, {"name": "ttrl"}, name="dynamic", **changes))
-    whole = train(cfg)
-    rows = read_metrics(whole)
-    assert any(row["cohort/refill_rounds"] > 0 for row in rows), "this run has nothing to refill: choose another seed"
+def test_coverrl_goes_through_all_its_turns(folder, plain):
+    rows = read_metrics(plain)
+    chats = {"sure": open_chat(str(folder / "verifier")), "noise": open_chat(str(folder / "model-bob"))}
+    algo = CoVerRL.model_validate(coverrl(folder, "x")["algo"])
+    trained = 0
     for step, row in enumerate(rows):
-        table = pq.read_table(step_path(whole, step)).to_pydict()
-        trained = [i for i in range(len(table["uid"])) if table["advantage"][i] is not None]
-        by_prompt = {}
-        for i in trained:
-            by_prompt.setdefault(table["uid"][i], set()).add(table["reward"][i])
-        assert all(len(rewards) > 1 for rewards in by_prompt.values())
-        assert len(by_prompt) == 3 - row["agent/ann/reward/prompts_missing"]
-        assert len(set(table["uid"])) == row["cohort/prompts_dealt"]
-    assert any(row["agent/ann/reward/prompts_missing"] == 0 for row in rows)
-
-    again = folder / "runs" / "test" / "resumed"
-    shutil.copytree(whole, again)
-    for done in (3, 4):
-        shutil.rmtree(again / "checkpoints" / f"step_{done}")
-    train(cfg, resume=again)
-    assert cohort.comparable(read_metrics(again)) == cohort.comparable(rows)
-    assert weights(again, 4) == weights(whole, 4)
-
-
-def test_two_agents_are_refilled_with_the_same_prompts(folder):
-    """One agent's votes are the other's labels, so both get every further prompt; each keeps its own first ones."""
-    changes = DYNAMIC | {"agents.bob": cohort.raw(folder)["agents"]["bob"], "steps": 2}
-    run = train(validate(raw(folder, {"name": "corl", "ring": ["ann", "bob"]}, name="pair", **changes)))
-    for step, row in enumerate(read_metrics(run)):
-        table = pq.read_table(step_path(run, step)).to_pydict()
-        asked = {a: [u for u, b in zip(table["uid"], table["agent"], strict=True) if a == b] for a in ("ann", "bob")}
-        assert asked["ann"] == asked["bob"]
-        for name in ("ann", "bob"):
-            kept = {
-                table["uid"][i]
-                for i in range(len(table["uid"]))
-                if table["agent"][i] == name and table["advantage"][i] is not None
-            }
-            assert len(kept) == 3 - row[f"agent/{name}/reward/prompts_missing"]
-            teaching = row[f"agent/{name}/reward/prompts_teaching"]
-            assert len(kept) == min(teaching, 3)
+        seen = read_answers(saved(plain, step), AnswersConfig(style="last-number"))
+        roles = Counter((r.prompt.agent, r.prompt.role) for r in seen)
+        assert roles["sure", "solve"] == roles["noise", "solve"] == 4 * 8
+        assert roles["sure", "verify"] > 0 and roles["noise", "revise"] == 0
+        # what was asked is a pure function of what was said before
+        first = [r for r in seen if r.prompt.role == "solve"]
+        asked = {(p.parent, p.n) for p in algo.follow_up(first)}
+        assert asked == {(r.prompt.parent, r.prompt.n) for r in seen if r.prompt.role == "verify"}
+        for r in seen:
+            assert r.version == step
+            assert r.prompt_ids.tolist() == chats[r.prompt.agent].render(r.prompt.messages).tolist()
+        groups = [g for g in algo.reward(seen, algo.label(seen, None), {}) if g.key[0] == "sure"]
+        keys = [k for g in groups for k in (g.rollouts[:4] if g.key[2] == "solve" else g.rollouts)]
+        lengths = {r.key: len(r.token_ids) for r in seen}
+        assert row["agent/sure/policy/tokens"] == sum(lengths[k] for k in keys)
+        assert row["agent/sure/verifier/revisions"] == roles["sure", "revise"]
+        trained += sum(k.role == "revise" for k in keys)
+        # case-I3: one agent has nothing to train, the other goes on
+        assert row["agent/noise/policy/tokens"] == 0
+        for name in chats:
+            assert row[f"agent/{name}/policy/logprob_drift_mean"] < 1e-4
+    assert trained > 0
 
 
-def test_an_older_checkpoint_is_refused(folder):
-    cfg = validate(raw(folder, {"name": "format"}, name="old", steps=1))
-    run = train(cfg)
-    file = run / "checkpoints" / "step_1" / "state.json"
-    state = json.loads(file.read_text())
-    del state["cursor"]
-    file.write_text(json.dumps(state))
-    with pytest.raises(ValueError, match="does not say how far the deck was dealt"):
-        train(cfg.model_copy(update={"steps": 2}), resume=run)
+def test_follow_ups_that_are_too_long_end_the_conversation(folder):
+    rows = read_metrics(train(validate(coverrl(folder, "short", **{"algo.max_prompt_tokens": 12, "steps": 1}))))
+    # a question and its marks are 9 or so tokens: an answer and the request fit nobody
+    assert rows[0]["agent/sure/engine/prompts_too_long"] > 0
+    assert rows[0]["agent/sure/policy/tokens"] == 0
+
+
+def test_corewarding_trains_one_policy_on_both_views(folder):
+    one = {**REFERENCE, "model": str(folder / "model-ann"), "seats": {"plain": "original", "swapped": "swapped"}}
+    algo = {"name": "corewarding", "views": ["plain", "swapped"]}
+    run_dir = train(validate(raw(folder, "corewarding", algo, {"one": one}, **{"checkpoint.every_steps": 2})))
+    problems = [json.loads(line) for line in (folder / "problems/train.jsonl").read_text().splitlines()]
+    wordings = {p["id"]: {"plain": p["prompt"], "swapped": p["swapped"]} for p in problems}
+    rows = read_metrics(run_dir)
+    for step, row in enumerate(rows):
+        seen = saved(run_dir, step)
+        assert Counter(r.prompt.agent for r in seen) == {"plain": 32, "swapped": 32}
+        assert {r.version for r in seen} == {step}
+        for r in seen:
+            assert r.prompt.messages[-1].content == wordings[r.prompt.uid][r.prompt.agent]
+        assert row["agent/one/policy/tokens"] == sum(len(r.token_ids) for r in seen)  # one update on all of them
+        assert "agent/plain/label/label_accuracy" in row and "agent/plain/policy/tokens" not in row
+    labels = labels_of(run_dir, 0)
+    own = tally(read_answers(saved(run_dir, 0), AnswersConfig(style="last-number", truncated="read")))
+    other = {"plain": "swapped", "swapped": "plain"}
+    assert all(same(label, own[other[agent], uid].answer) for (agent, uid), label in labels.items())
+    assert any(not same(label, own[key].answer) for key, label in labels.items())
+    assert [p.name for p in (run_dir / "checkpoints/step_2/agents").iterdir()] == ["one"]
+
+
+def test_a_ring_of_three_of_two_families_and_two_views(folder):
+    models = {"ann": "model-ann", "bob": "model-bob", "cas": "model-ann"}
+    agents = {name: {**REFERENCE, "model": str(folder / model)} for name, model in models.items()}
+    agents["cas"] |= {"view": "swapped"}
+    agents["bob"] |= {"samples_per_prompt": 5}
+    algo = {"name": "corl", "ring": ["ann", "bob", "cas"]}
+    run_dir = train(validate(raw(folder, "ring3", algo, agents)))
+    rows = read_metrics(run_dir)
+    seen = saved(run_dir, 0)
+    assert Counter(r.prompt.agent for r in seen) == {"ann": 32, "bob": 20, "cas": 32}
+    own = tally(read_answers(seen, AnswersConfig(style="last-number", truncated="read")))
+    teacher = {"ann": "cas", "bob": "ann", "cas": "bob"}
+    labels = labels_of(run_dir, 0)
+    assert labels and all(same(label, own[teacher[agent], uid].answer) for (agent, uid), label in labels.items())
+    assert {key for key in rows[0] if key.startswith("cohort/agreement/")} == {
+        f"cohort/agreement/{pair}" for pair in ("ann~bob", "ann~cas", "bob~cas")
+    }
+    backwards = train(validate(raw(folder, "ring3-reordered", algo, dict(reversed(agents.items())))))
+    assert cohort.comparable(read_metrics(backwards)) == cohort.comparable(rows)
+
+
+def labels_of(run_dir, step):
+    rows = pq.read_table(step_path(run_dir, step)).to_pylist()
+    return {(row["agent"], row["uid"]): row["label"] for row in rows}
+
+
+def same(a, b):
+    return a is None and b is None if a is None or b is None else equal(a, b)

@@ -124,7 +124,7 @@ def test_v3_format_reward_of_ttrl():
     assert advantages(algo, seen, about) == advantages(TTRL(), seen, about), "all read: an affine copy"
 
 
-def test_tau_lets_a_prompt_through_by_the_share_of_its_majority():
+def test_the_filter_lets_a_prompt_through_by_the_share_of_its_majority():
     seen = [
         *rollouts("a", "q1", ["1", "1", None, None, "2", None, None, None]),  # 2/3 of those read, 1/4 of all
         *rollouts("a", "q2", ["1", "1", "2", "3", "4", "5", "6", "7"]),  # 1/4 of both
@@ -138,12 +138,12 @@ def test_tau_lets_a_prompt_through_by_the_share_of_its_majority():
         return [g.key[1] for g in algo.reward(seen, labels, {})]
 
     assert kept() == ["q1", "q2", "q3"]
-    assert kept(tau=0.25) == ["q1", "q2"], "at least tau"
-    assert kept(tau=0.26) == ["q1"]
-    assert kept(tau=0.25, tau_of="total") == ["q1", "q2"]
-    assert kept(tau=0.26, tau_of="total") == []
-    with pytest.raises(ValidationError, match="tau"):
-        TTRL(tau=1.5)
+    assert kept(min_majority_share=0.25) == ["q1", "q2"], "at least so much"
+    assert kept(min_majority_share=0.26) == ["q1"]
+    assert kept(min_majority_share=0.25, share_of="total") == ["q1", "q2"]
+    assert kept(min_majority_share=0.26, share_of="total") == []
+    with pytest.raises(ValidationError, match="min_majority_share"):
+        TTRL(min_majority_share=1.5)
 
 
 def test_64_vote_and_32_train():

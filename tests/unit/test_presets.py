@@ -1,169 +1,107 @@
-"""The shipped presets of published settings: the numbers that matter, written down a second time."""
+"""Published settings, composed: the numbers that decide a run, and the arithmetic that follows from them."""
 
 import pytest
 
-from megarl.config import CONFIG_DIR, compose
-from megarl.schedule import warmup_steps
+from megarl.algos.coverrl import SOLVE, CoVerRL
+from megarl.config import compose
+from megarl.schedule import learning_rate, warmup_steps
 
-VERL = {
-    "advantage.mode": "grpo",
-    "advantage.ddof": 1,
-    "advantage.eps": 1e-6,
-    "loss.clip_low": 0.2,
-    "loss.clip_high": 0.2,
-    "loss.dual_clip": 3.0,
-    "loss.kl": "k3",
-    "loss.aggregation": "token-mean",
-    "loss.tis_cap": None,
-    "sampling.temperature": 1.0,
-    "reward.overlong_buffer": None,
-    "batch.refill_rounds": None,
-    "agents.qwen.optimizer.betas": (0.9, 0.999),
-    "agents.qwen.optimizer.weight_decay": 0.01,
-    "agents.qwen.optimizer.clip_grad": 1.0,
-    "agents.qwen.optimizer.schedule.per": "step",
-}
-TTRL = VERL | {
-    "algo.name": "ttrl",
-    "algo.tau": 0.0,
-    "batch.samples_per_prompt": 64,
-    "batch.train_samples_per_prompt": 32,
-    "batch.updates_per_step": 8,
-    "loss.kl_coef": 0.001,
-    "agents.qwen.optimizer.lr": 5e-7,
-    "agents.qwen.optimizer.schedule.decay": "cosine",
-    "agents.qwen.optimizer.schedule.warmup": 0.03,
-    "agents.qwen.optimizer.schedule.min_ratio": 0.0,
-}
-EXPECTED = {
-    "ttrl_repo": TTRL
-    | {
-        "algo.format_reward": False,
-        "agents.qwen.model": "Qwen/Qwen2.5-Math-1.5B",
-        "batch.prompts_per_step": 8,
-        "data.max_prompt_tokens": 512,
-        "sampling.max_tokens": 3072,
-        "steps": 80 * (30 // 8),
-    },
-    "ttrl_coverrl": TTRL
-    | {
-        "algo.format_reward": True,
-        "agents.qwen.model": "Qwen/Qwen3-1.7B-Base",
-        "batch.prompts_per_step": 64,
-        "data.max_prompt_tokens": 8192,
-        "sampling.max_tokens": 2048,
-        "seed": 42,
-        "steps": 2 * (7500 // 64),
-    },
-    "intuitor": VERL
-    | {
-        "algo.name": "intuitor",
-        "batch.prompts_per_step": 128,
-        "batch.samples_per_prompt": 8,
-        "batch.updates_per_step": 1,
-        "loss.kl_coef": 0.005,
-        "data.max_prompt_tokens": 512,
-        "sampling.max_tokens": 3072,
-        "agents.qwen.optimizer.lr": 3e-6,
-        "agents.qwen.optimizer.schedule.decay": "cosine",
-        "agents.qwen.optimizer.schedule.warmup": 0.1,
-        "steps": 7500 // 128,
-    },
-    "rent": VERL
-    | {
-        "algo.name": "rent",
-        "algo.unparseable_entropy": None,
-        "batch.prompts_per_step": 500,
-        "batch.samples_per_prompt": 5,
-        "batch.updates_per_step": 1,
-        "loss.kl_coef": 0.001,
-        "data.max_prompt_tokens": 1024,
-        "sampling.max_tokens": 3072,
-        "agents.qwen.optimizer.lr": 1e-6,
-        "agents.qwen.optimizer.schedule.decay": "constant",
-    },
-    "gt": {
-        "algo.name": "rlvr",
-        "batch.prompts_per_step": 128,
-        "batch.samples_per_prompt": 12,
-        "batch.updates_per_step": 1,
-        "sampling.max_tokens": 3072,
-        "sampling.temperature": 1.0,
-        "advantage.ddof": 1,
-        "advantage.eps": 1e-4,
-        "loss.clip_low": 0.2,
-        "loss.clip_high": 0.2,
-        "loss.dual_clip": None,
-        "loss.kl_coef": 0.0,
-        "loss.tis_cap": 3.0,
-        "loss.aggregation": "token-mean",
-        "agents.qwen.optimizer.lr": 3e-6,
-        "agents.qwen.optimizer.betas": (0.9, 0.95),
-        "agents.qwen.optimizer.weight_decay": 0.0,
-        "agents.qwen.optimizer.schedule.min_ratio": 0.1,
-        "agents.qwen.optimizer.schedule.warmup": 0.03,
-    },
-    "demo_intuitor": {"algo.name": "intuitor", "name": "intuitor", "experiment": "demo"},
-    "demo_rent": {"algo.name": "rent", "name": "rent", "experiment": "demo"},
+PAIR = ("Qwen/Qwen2.5-3B", "meta-llama/Llama-3.2-3B-Instruct")
+COHORTS = {
+    "corl_llm_paper_3b": PAIR,
+    "corl_llm_paper_7b_8b": ("Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B-Instruct"),
+    "corl_llm_paper_ring3": (*PAIR, "Qwen/Qwen3-1.7B-Base"),
 }
 
 
-def value(run, path):
-    for part in path.split("."):
-        run = run[part]
-    return run
+def test_coverrl_paper():
+    cfg = compose(["+experiment=coverrl_paper"])
+    assert isinstance(cfg.algo, CoVerRL)
+    assert (cfg.algo.positives, cfg.algo.revisions, cfg.algo.choose, cfg.algo.pairs(1)) == (8, 6, "random", 1)
+    assert (cfg.algo.filter, cfg.algo.anchor, cfg.algo.negative) == (True, "answer", "least-frequent")
+    assert (cfg.batch.prompts_per_step, cfg.batch.samples_per_prompt, cfg.batch.train_samples_per_prompt) == (
+        64,
+        32,
+        16,
+    )
+    assert (cfg.sampling.temperature, cfg.sampling.max_tokens, cfg.max_prompt_tokens) == (1.0, 2048, 8192)
+    assert (cfg.loss.clip_low, cfg.loss.clip_high, cfg.loss.dual_clip) == (0.2, 0.28, 3.0)
+    assert (cfg.loss.kl_coef, cfg.loss.kl, cfg.loss.aggregation, cfg.loss.tis_cap) == (0.001, "k3", "token-mean", None)
+    assert (cfg.advantage.mode, cfg.advantage.ddof, cfg.advantage.eps) == ("grpo", 1, 1e-6)
+    assert (cfg.answers.style, cfg.answers.verdict, cfg.data.views["original"].after) == ("boxed", "keywords", SOLVE)
+    assert cfg.agents["solver"].model == "Qwen/Qwen3-1.7B-Base"
+    assert cfg.agents["solver"].template == {"enable_thinking": True}
+    assert cfg.seed == 42
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_published_numbers(name):
-    run = compose([f"+experiment={name}"]).model_dump()
-    assert {key: value(run, key) for key in EXPECTED[name]} == EXPECTED[name]
+def test_v32_v37_coverrl_schedule_and_counts():
+    cfg = compose(["+experiment=coverrl_paper"])
+    optimizer = cfg.agents["solver"].optimizer
+    assert cfg.steps == 2 * (7500 // cfg.batch.prompts_per_step) == 234
+    assert warmup_steps(optimizer.schedule, cfg.steps) == 7
+    rates = [learning_rate(optimizer, step, cfg.steps) for step in (3, 7, 117, 234)]
+    assert rates == pytest.approx([2.142857e-7, 5e-7, 2.621049e-7, 0], rel=1e-6)
+    assert cfg.batch.updates(64 * 32) == 8 and cfg.batch.updates(2466) == 10 and cfg.batch.updates(0) == 1
+    assert 64 * cfg.batch.train_samples_per_prompt == 64 * 2 * cfg.algo.positives == 1024
 
 
-def test_v37_sequences_per_update():
-    for name, sequences in (("ttrl_repo", 32), ("ttrl_coverrl", 256), ("gt", 1536)):
-        batch = compose([f"+experiment={name}"]).batch
-        trained = batch.train_samples_per_prompt or batch.samples_per_prompt
-        assert batch.prompts_per_step * trained == sequences * batch.updates_per_step
-
-
-def test_v32_warmup_of_coverrls_ttrl():
-    cfg = compose(["+experiment=ttrl_coverrl"])
-    assert (cfg.steps, warmup_steps(cfg.agents["qwen"].optimizer.schedule, cfg.steps)) == (234, 7)
-
-
-def test_recipes_change_what_they_name_and_nothing_else():
-    plain = compose(["+experiment=gt"]).model_dump()
-    dapo = compose(["+experiment=gt", "+recipe=dapo"]).model_dump()
-    assert (value(dapo, "loss.clip_low"), value(dapo, "loss.clip_high")) == (0.2, 0.28)
-    assert (value(dapo, "sampling.max_tokens"), value(dapo, "reward.overlong_buffer")) == (20480, 4096)
-    assert value(dapo, "batch.refill_rounds") == 10 and value(dapo, "loss.aggregation") == "token-mean"
-    doctor = compose(["+experiment=gt", "+recipe=dr_grpo"]).model_dump()
-    assert value(doctor, "advantage.mode") == "dr_grpo"
-    assert value(doctor, "loss.aggregation") == "seq-mean-token-sum-norm"
-    assert value(doctor, "loss.max_tokens") == value(doctor, "sampling.max_tokens") == 3072
-    for changed, parts in ((dapo, {"loss", "sampling", "reward", "batch"}), (doctor, {"advantage", "loss"})):
-        assert {key for key in plain if plain[key] != changed[key]} == parts
-
-
-def test_every_shipped_experiment_is_valid():
-    files = sorted((CONFIG_DIR / "experiment").glob("*.yaml"))
-    runs = {file.stem: compose([f"+experiment={file.stem}"]) for file in files if file.stem != "demo_cohort"}
-    assert len(runs) >= 12
-    for recipe in (CONFIG_DIR / "recipe").glob("*.yaml"):
-        compose(["+experiment=gt", f"+recipe={recipe.stem}"])
+def test_coverrl_release_is_the_paper_but_for():
+    paper, release = (compose([f"+experiment=coverrl_{which}"]) for which in ("paper", "release"))
+    assert isinstance(release.algo, CoVerRL)
+    changed = {"choose": "first", "even_pairs": True, "unverified": "keep", "revisions": 4}
+    assert release.algo == paper.algo.model_copy(update=changed)
+    assert release.model_copy(update={"algo": paper.algo, "experiment": paper.experiment}) == paper
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("override", "field", "value"),
     [
-        (["+experiment=intuitor", "batch.refill_rounds=2"], "batch.refill_rounds=2.*measures certainty"),
-        (["+experiment=gt", "reward.overlong_buffer=4000"], "overlong_buffer=4000 is more than the 3072 tokens"),
-        (["+experiment=gt", "reward.overlong_bufer=4"], "did you mean overlong_buffer"),
-        (["+experiment=ttrl_repo", "algo.tau=2.0"], "algo.ttrl.tau"),
-        (["+experiment=ttrl_repo", "batch.train_samples_per_prompt=65"], "more than samples_per_prompt=64"),
+        ("algo.filter=false", "filter", False),
+        ("algo.train_verifier=false", "train_verifier", False),
+        ("algo.revisions=0", "revisions", 0),
+        ("algo.anchor=prefix", "anchor", "prefix"),
+        ("algo.negative=random", "negative", "random"),
+        ("algo.min_majority_share=0.2", "min_majority_share", 0.2),
+        ("algo.negative_samples=32", "negative_samples", 32),
     ],
 )
-def test_refusals(changes, expected):
-    with pytest.raises(ValueError, match=expected):
-        compose(changes)
+def test_every_ablation_is_one_override(override, field, value):
+    assert getattr(compose(["+experiment=coverrl_paper", override]).algo, field) == value
+    others = compose(
+        ["+experiment=coverrl_paper", "loss.clip_high=0.2", "agents.solver.template.enable_thinking=false"]
+    )
+    assert others.loss.clip_high == 0.2 and others.agents["solver"].template == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(("name", "models"), COHORTS.items())
+def test_corl_llm_paper(name, models):
+    cfg = compose([f"+experiment={name}"])
+    assert tuple(agent.model for agent in cfg.agents.values()) == models
+    names = tuple(cfg.agents)
+    assert cfg.algo.name == "corl" and cfg.algo.ring == names
+    assert cfg.algo.teachers == {name: names[i - 1] for i, name in enumerate(names)}
+    assert cfg.batch.prompts_per_step * cfg.batch.samples_per_prompt == 128 * 12 == 1536
+    assert (cfg.batch.updates(1536), cfg.sampling.max_tokens, cfg.sampling.temperature) == (1, 3072, 1.0)
+    assert (cfg.loss.clip_low, cfg.loss.clip_high, cfg.loss.dual_clip, cfg.loss.kl_coef) == (0.2, 0.2, None, 0.0)
+    assert (cfg.advantage.eps, cfg.advantage.ddof) == (1e-4, 1)
+    for agent in cfg.agents.values():
+        assert (agent.optimizer.lr, agent.optimizer.betas, agent.optimizer.weight_decay) == (3e-6, (0.9, 0.95), 0.0)
+        rates = [learning_rate(agent.optimizer, step, 100) for step in (3, 50, 100)]
+        assert rates == pytest.approx([3e-6, 1.715559e-6, 3e-7], rel=1e-6)
+
+
+def test_same_family_and_the_second_view():
+    start = ["+experiment=corl_llm_paper_3b"]
+    same = compose([*start, "agents.llama.model=Qwen/Qwen2.5-3B"])
+    assert {agent.model for agent in same.agents.values()} == {"Qwen/Qwen2.5-3B"}
+    plus = compose([*start, "data.views.rewrite={path: math_rewrite.parquet}", "agents.llama.view=rewrite"])
+    assert [agent.view for agent in plus.agents.values()] == ["original", "rewrite"]
+    with pytest.raises(ValueError, match=r"agents.llama.view=rewrite is none of data.views: original"):
+        compose([*start, "agents.llama.view=rewrite"])
+
+
+@pytest.mark.parametrize("name", ["demo_coverrl", "demo_corewarding", "demo_ring3"])
+def test_demo_experiments_compose(name):
+    cfg = compose([f"+experiment={name}"])
+    assert cfg.run_dir.parts[:2] == ("runs", "demo") and cfg.run_dir.name == name.removeprefix("demo_")
+    assert cfg.steps == 20
