@@ -27,6 +27,12 @@ class BatchConfig(Section):
     )
     tokens_per_microbatch: int = Field(default=16384, ge=1, description="tokens per rank in one packed forward pass")
     updates_per_step: int = Field(default=1, ge=1, description="optimizer steps per step, each on an equal part")
+    refill_rounds: int | None = Field(
+        default=None,
+        ge=0,
+        description="dynamic sampling (DAPO): prompts whose rewards are all equal do not train, and at most so many "
+        "times others are dealt in their place; null: off. Where votes are the labels this leaves out consensus",
+    )
 
     samples_per_update: int | None = Field(
         default=None, ge=1, description="instead of updates_per_step: as many equal parts as none is larger than this"
@@ -82,6 +88,15 @@ class AdvantageConfig(Section):
     mode: Literal["grpo", "dr_grpo", "rloo", "batch"] = "grpo"
     ddof: Literal[0, 1] = 1
     eps: float = Field(default=1e-6, ge=0)
+
+
+class RewardConfig(Section):
+    """Shaping of a method's rewards. Soft overlong punishment (DAPO): see advantages.overlong."""
+
+    overlong_buffer: int | None = Field(
+        default=None, ge=1, description="the last so many of max_tokens are punished, ever more; null: off"
+    )
+    overlong_penalty: float = Field(default=1.0, gt=0, description="at max_tokens and beyond")
 
 
 class SamplingConfig(Section):
