@@ -1,11 +1,11 @@
-"""Prompt files as a deck of cards: what is dealt at a step is a pure function of (seed, step), the same for all agents.
+"""Prompt files as a deck of cards: what is dealt is a pure function of the seed and a cursor, the same for all agents.
 
 Gold answers stay here. The loop hands them to a method that declares the need, and to the diagnostics.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,14 @@ from megarl.types import Gold, Message, Prompt, derive
 
 Rows = list[dict[str, Any]]
 Views = dict[str, list[tuple[Message, ...]]]  # view -> messages per row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """How far the deck was dealt: all there is to its state."""
+
+    epoch: int = 0
+    place: int = 0  # rows dealt in this epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,26 +42,32 @@ class Deck:
     def __len__(self) -> int:
         return len(self.uids)
 
-    def rows_at(self, step: int, prompts_per_step: int) -> list[int]:
-        """Row numbers of a step. An epoch is a shuffle of all rows; its last, incomplete batch is left out, so that
-        no step holds one prompt twice. Steps beyond an epoch go on with the next one.
+    def deal(self, cursor: Cursor, prompts_per_step: int, seats: Mapping[str, "Seat"]) -> tuple[list[Prompt], Cursor]:
+        """A step's prompts for every seat (the same rows, each in the seat's own view), and the cursor behind them.
+
+        An epoch is a shuffle of all rows. Where fewer are left of it than a step takes, those are left out and the next
+        epoch begins, so that no step holds one prompt twice.
         """
-        steps_per_epoch = len(self) // prompts_per_step
-        if steps_per_epoch == 0:
+        if prompts_per_step > len(self):
             raise ValueError(
                 f"batch.prompts_per_step={prompts_per_step}, but the deck holds {len(self)} prompts "
                 f"({self.filtered} were too long); lower it to at most {len(self)} or bring more prompts"
             )
-        epoch, slot = divmod(step, steps_per_epoch)
+        if cursor.place + prompts_per_step > len(self):
+            cursor = Cursor(epoch=cursor.epoch + 1)
+        return self.deal_more(cursor, prompts_per_step, seats)
+
+    def deal_more(self, cursor: Cursor, count: int, seats: Mapping[str, "Seat"]) -> tuple[list[Prompt], Cursor]:
+        """Up to ``count`` further prompts for the same step: fewer, or none, where the epoch ends."""
+        rows = self._order(cursor.epoch)[cursor.place : cursor.place + count]
+        cards = [self._card(row, agent, seat) for agent, seat in seats.items() for row in rows]
+        return cards, replace(cursor, place=cursor.place + len(rows))
+
+    def _order(self, epoch: int) -> list[int]:
         order = np.arange(len(self))
         if self.shuffle:
             order = np.random.Generator(np.random.PCG64(derive(self.seed, "deck", epoch))).permutation(order)
-        return order[slot * prompts_per_step : (slot + 1) * prompts_per_step].tolist()
-
-    def deal(self, step: int, prompts_per_step: int, seats: Mapping[str, "Seat"]) -> list[Prompt]:
-        """The step's prompts for every seat: the same rows, each in the seat's own view."""
-        rows = self.rows_at(step, prompts_per_step)
-        return [self._card(row, agent, seat) for agent, seat in seats.items() for row in rows]
+        return order.tolist()
 
     def everything(self, seats: Mapping[str, "Seat"]) -> list[Prompt]:
         """Every row for every seat, in file order: what an evaluation asks."""

@@ -8,7 +8,7 @@ from megarl.answers.boxes import boxed, last_box
 from megarl.answers.equal import canonical
 from megarl.answers.form import MAX_LENGTH
 from megarl.answers.letter import letter
-from megarl.answers.verdict import Verdict, boxed_verdict, verdict_sentence
+from megarl.answers.verdict import Verdict, boxed_verdict, read_verdict
 from megarl.settings import AnswersConfig, AnswerStyle
 from megarl.types import Rollout
 
@@ -31,47 +31,46 @@ _NUMBER = re.compile(
 def read_answers(rollouts: Sequence[Rollout], cfg: AnswersConfig) -> list[Rollout]:
     """The rollouts with ``answer`` and ``well_formed`` filled in, in their order.
 
-    Rollouts of the role "verify" are read for a verdict (``cfg.verdict``), all others for an answer (``cfg.style``).
     Responses that were aborted have no answer; neither have those cut by length, unless cfg.truncated is "read": an
-    early box in a response that had not ended is usually one that it would have taken back.
+    early box in a response that had not ended is usually one that it would have taken back. The answer of a "verify"
+    turn is its verdict, "correct" or "wrong", which stands at the very end: where that can be read nothing is missing.
     """
     out = []
     for r in rollouts:
-        if r.stop != "end" and not (r.stop == "length" and cfg.truncated == "read"):
-            out.append(replace(r, answer=None, well_formed=False))
-        elif r.prompt.role == "verify":
-            verdict = read_verdict(r.text, cfg)
-            out.append(replace(r, answer=verdict.verdict, well_formed=verdict.well_formed))
-        else:
-            answer = read_answer(r.text, cfg)
-            out.append(replace(r, answer=answer, well_formed=answer is not None))
+        if r.prompt.role == "verify":
+            verdict, well_formed = _verdict(r.text, cfg)
+            out.append(replace(r, answer=verdict, well_formed=well_formed))
+            continue
+        complete = r.stop == "end" or (r.stop == "length" and cfg.truncated == "read")
+        answer = read_answer(r.text, cfg) if complete else None
+        out.append(replace(r, answer=answer, well_formed=answer is not None))
     return out
 
 
+def _verdict(text: str, cfg: AnswersConfig) -> tuple[Verdict | None, bool]:
+    if cfg.verdict == "boxed":
+        verdict = boxed_verdict(last_box(final_part(text)))
+        return verdict, verdict is not None
+    return read_verdict(text, keywords=cfg.verdict == "keywords")
+
+
 def read_answer(text: str, cfg: AnswersConfig) -> str | None:
-    """The final answer as it is spelt; None where there is none, it is blank, or longer than MAX_LENGTH."""
-    if cfg.style in ("verdict_sentence", "verdict_boxed"):
-        return _verdict(text, cfg.style, cfg.verdict_keywords).verdict
+    """The final answer as it is spelt; None where there is none, it is blank, or longer than MAX_LENGTH.
+
+    A verdict is "correct" or "wrong" as a sentence, "correct" or "incorrect" in a box.
+    """
+    if cfg.style == "verdict_sentence":
+        return read_verdict(text, keywords=cfg.verdict == "keywords")[0]
     text = final_part(text)
+    if cfg.style == "verdict_boxed":
+        return {"correct": "correct", "wrong": "incorrect", None: None}[boxed_verdict(last_box(text))]
     answer = letter(text, cfg.options) if cfg.style == "letter" else _styled(text, cfg.style)
-    for style in cfg.fallback:
-        # a box that was begun and not ended means that no answer was given
-        if answer is None and not (cfg.style == "boxed" and last_box(text) is not None):
-            answer = _styled(text, style)
+    # a box that was begun and not ended means that no answer was given
+    if answer is None and not (cfg.style == "boxed" and last_box(text) is not None):
+        answer = next((a for a in (_styled(text, style) for style in cfg.fallback) if a is not None), None)
     if answer is None or len(answer) > MAX_LENGTH or canonical(answer) is None:
         return None
     return answer
-
-
-def read_verdict(text: str, cfg: AnswersConfig) -> Verdict:
-    """The verdict of a verification, and whether it has the form that was asked for."""
-    return _verdict(text, cfg.verdict, cfg.verdict_keywords)
-
-
-def _verdict(text: str, style: AnswerStyle, keywords: bool) -> Verdict:
-    if style == "verdict_boxed":
-        return boxed_verdict(last_box(final_part(text)))
-    return verdict_sentence(text, keywords)
 
 
 def _styled(text: str, style: AnswerStyle) -> str | None:

@@ -1,44 +1,40 @@
-"""A verification's verdict: the exact sentence of CoVerRL, or a boxed word.
-
-Paper: CoVerRL, arXiv 2603.17775. Its release takes any other text by keywords, so that an empty or cut verification
-counts as "correct" and "No mistake found" as "wrong"; here that is ``keywords=True``, and without it such a text has
-no verdict.
-"""
+"""Response text -> verdict on an answer: CoVerRL's exact sentence (arXiv 2603.17775, and what its release reads), or a
+boxed word."""
 
 import re
-from typing import NamedTuple
+from typing import Literal
 
 from megarl.answers.clean import clean
 
-_SENTENCE = re.compile(r"The answer is (correct|wrong)\.\n?\Z")
-_KEYWORDS = ("wrong", "incorrect", "mistake")
-_RIGHT = re.compile(r"(?:(?:the )?(?:answer|solution|verdict|response|final answer)\s*(?:is|:)?\s*)?(?:correct|right)")
-_WRONG = re.compile(
-    r"(?:(?:the )?(?:answer|solution|verdict|response|final answer)\s*(?:is|:)?\s*)?(?:incorrect|wrong|not (?:correct|right)|in-correct)"
-)
+Verdict = Literal["correct", "wrong"]
+
+CORRECT, WRONG = "The answer is correct.", "The answer is wrong."
+_ENDING = re.compile(r"The answer is (correct|wrong)\.\n?\Z")
+_WORDS_OF_DOUBT = ("wrong", "incorrect", "mistake")
+_SUBJECT = r"(?:(?:the )?(?:(?:final )?answer|solution|verdict|response) ?(?:is|:)? ?)?"
+_BOXED = re.compile(_SUBJECT + r"(?:(correct|right)|incorrect|wrong|not (?:correct|right))")
 
 
-class Verdict(NamedTuple):
-    verdict: str | None  # "correct", "wrong" or (of a box) "incorrect"; None: none was given
-    well_formed: bool  # in the form that was asked for
+def read_verdict(text: str, *, keywords: bool = False) -> tuple[Verdict | None, bool]:
+    """The verdict, and whether it is well-formed.
 
+    Well-formed is a text that ends with one of the two sentences, letter by letter, its period included; one newline
+    may follow. Any other text has no verdict, unless ``keywords`` asks for the release's guess: wrong where "wrong",
+    "incorrect" or "mistake" occurs in it, else correct, be it empty.
 
-def verdict_sentence(text: str, keywords: bool = False) -> Verdict:
-    """The verdict of "The answer is correct." or "... wrong." at the very end, with its period and at most a newline."""
-    found = _SENTENCE.search(text)
-    if found:
-        return Verdict(found[1], True)
+    Example: ``read_verdict("2+2 is 4. The answer is correct.")`` is ("correct", True).
+    """
+    found = _ENDING.search(text)
+    if found is not None:
+        return ("correct" if found[1] == "correct" else "wrong"), True
     if not keywords:
-        return Verdict(None, False)
-    plain = text.lower()
-    return Verdict("wrong" if any(k in plain for k in _KEYWORDS) else "correct", False)
+        return None, False
+    return ("wrong" if any(word in text.lower() for word in _WORDS_OF_DOUBT) else "correct"), False
 
 
-def boxed_verdict(content: str | None) -> Verdict:
-    """"correct" or "incorrect" (also for "wrong") of a box's whole content; anything else is no verdict."""
-    plain = clean(content).casefold().strip(" *_.!?\"'") if content else ""
-    if _WRONG.fullmatch(plain):
-        return Verdict("incorrect", True)
-    if _RIGHT.fullmatch(plain):
-        return Verdict("correct", True)
-    return Verdict(None, False)
+def boxed_verdict(content: str | None) -> Verdict | None:
+    """The verdict that a box holds as its whole content; "incorrect" and "not correct" are wrong."""
+    found = _BOXED.fullmatch(clean(content).casefold().strip(" *_.!?\"'")) if content else None
+    if found is None:
+        return None
+    return "correct" if found[1] else "wrong"

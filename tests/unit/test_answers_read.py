@@ -1,10 +1,12 @@
 """Reading answers out of responses: one table per style."""
 
+from dataclasses import replace
+
 import pytest
 
 from megarl.answers.form import MAX_LENGTH
 from megarl.answers.read import final_part, last_number, read_answer, read_answers
-from megarl.answers.verdict import Verdict, verdict_sentence
+from megarl.answers.verdict import read_verdict
 from megarl.settings import AnswersConfig
 from megarl.types import Prompt, RolloutKey
 from tests.unit.records import rollout
@@ -176,36 +178,39 @@ def test_verdict_boxed(text, verdict):
 @pytest.mark.parametrize(
     ("text", "verdict", "fallback"),
     [
-        ("The answer is correct.", Verdict("correct", True), None),
-        ("Step 2 fails.\nThe answer is wrong.\n", Verdict("wrong", True), None),
-        ("The answer is correct.\nThe answer is wrong.", Verdict("wrong", True), None),
-        ("The answer is wrong.\nThe answer is correct.", Verdict("correct", True), None),
-        ("The answer is correct", Verdict(None, False), "correct"),
-        ("The answer is correct. ", Verdict(None, False), "correct"),
-        ("The answer is correct.\n\n", Verdict(None, False), "correct"),
-        ("The answer is Correct.", Verdict(None, False), "correct"),
-        ("**The answer is correct.**", Verdict(None, False), "correct"),
-        ("The answer is incorrect.", Verdict(None, False), "wrong"),
-        ("No mistake found in any step.", Verdict(None, False), "wrong"),
-        ("", Verdict(None, False), "correct"),
-        ("Looks good", Verdict(None, False), "correct"),
+        ("The answer is correct.", ("correct", True), None),
+        ("Step 2 fails.\nThe answer is wrong.\n", ("wrong", True), None),
+        ("The answer is correct.\nThe answer is wrong.", ("wrong", True), None),
+        ("The answer is wrong.\nThe answer is correct.", ("correct", True), None),
+        ("The answer is correct", (None, False), "correct"),
+        ("The answer is correct. ", (None, False), "correct"),
+        ("The answer is correct.\n\n", (None, False), "correct"),
+        ("The answer is Correct.", (None, False), "correct"),
+        ("**The answer is correct.**", (None, False), "correct"),
+        ("The answer is incorrect.", (None, False), "wrong"),
+        ("No mistake found in any step.", (None, False), "wrong"),
+        ("", (None, False), "correct"),
+        ("Looks good", (None, False), "correct"),
     ],
 )
 def test_v25_verdict_sentence(text, verdict, fallback):
-    assert verdict_sentence(text) == verdict
-    assert verdict_sentence(text, keywords=True) == (verdict if verdict.well_formed else Verdict(fallback, False))
-    assert read_answer(text, AnswersConfig(style="verdict_sentence")) == verdict.verdict
+    assert read_verdict(text) == verdict
+    assert read_verdict(text, keywords=True) == (verdict if verdict[1] else (fallback, False))
+    assert read_answer(text, AnswersConfig(style="verdict_sentence")) == verdict[0]
 
 
 def test_verifications_are_read_for_their_verdict():
     parent = RolloutKey("a", "q", "solve", None, 0)
-    prompt = Prompt(agent="a", uid="q", role="verify", messages=(), n=2, parent=parent)
-    texts = ["The answer is wrong.", "\\boxed{7}", "The answer is correct."]
-    seen = [rollout(text=t, index=i, stop="length" if i == 2 else "end") for i, t in enumerate(texts)]
-    seen = [type(r)(**{f: getattr(r, f) for f in r.__slots__} | {"prompt": prompt}) for r in seen]
-    assert [(r.answer, r.well_formed) for r in read_answers(seen, BOXED)] == [("wrong", True), (None, False), (None, False)]
-    keywords = read_answers(seen, AnswersConfig(verdict_keywords=True))
-    assert [(r.answer, r.well_formed) for r in keywords] == [("wrong", True), ("correct", False), (None, False)]
+    prompt = Prompt(agent="a", uid="q", role="verify", messages=(), n=3, parent=parent)
+    texts = ["The answer is wrong.", "\\boxed{incorrect}", "\\boxed{7}"]
+    seen = [replace(rollout(text=t, index=i), prompt=prompt) for i, t in enumerate(texts)]
+
+    def verdicts(cfg):
+        return [(r.answer, r.well_formed) for r in read_answers(seen, cfg)]
+
+    assert verdicts(BOXED) == [("wrong", True), (None, False), (None, False)]
+    assert verdicts(AnswersConfig(verdict="keywords")) == [("wrong", True), ("wrong", False), ("correct", False)]
+    assert verdicts(AnswersConfig(verdict="boxed")) == [(None, False), ("wrong", True), (None, False)]
 
 
 @pytest.mark.parametrize(
