@@ -122,7 +122,7 @@ class AnswersConfig(Section):
     truncated: Literal["invalid", "read"] = Field(default="invalid", description="may a response cut by length vote?")
     verdict: Literal["sentence", "keywords", "boxed"] = Field(
         default="sentence",
-        description="keywords: without the exact sentence a verdict is guessed (CoVerRL release); boxed: in the last box",
+        description="keywords: without the exact sentence one is guessed (CoVerRL release); boxed: in the last box",
     )
 
 

@@ -169,10 +169,11 @@ def factorial(a: Poly, step: int = 1) -> Poly:
 
 def binomial(n: Poly, k: Poly) -> Poly:
     top, bottom = constant(n), constant(k)
-    if top is not None and bottom is not None and top.denominator == bottom.denominator == 1:
-        if 0 <= bottom and 0 <= top <= 2 * MAX_FACTORIAL:
-            return number(math.comb(int(top), int(bottom)) if bottom <= top else 0)
-    return call("binomial", n, k)
+    if top is None or bottom is None or not top.denominator == bottom.denominator == 1:
+        return call("binomial", n, k)
+    if bottom < 0 or not 0 <= top <= 2 * MAX_FACTORIAL:
+        return call("binomial", n, k)
+    return number(math.comb(int(top), int(bottom)) if bottom <= top else 0)
 
 
 def logarithm(base: Poly | None, a: Poly) -> Poly:

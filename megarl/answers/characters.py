@@ -4,11 +4,12 @@ import re
 import unicodedata
 
 _GREEK = (
-    *("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu", "xi"),
-    *("omicron", "pi", "rho", "varsigma", "sigma", "tau", "upsilon", "phi", "chi", "psi", "omega"),
+    *("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"),
+    *("nu", "xi", "omicron", "pi", "rho", "varsigma", "sigma", "tau", "upsilon", "phi", "chi", "psi", "omega"),
 )
 _MACROS = {
-    "\u221e": "infty", "\u2264": "le", "\u2265": "ge", "\u2a7d": "le", "\u2a7e": "ge", "\u2260": "ne", "\u2248": "approx",
+    "\u221e": "infty", "\u2264": "le", "\u2265": "ge", "\u2a7d": "le", "\u2a7e": "ge", "\u2260": "ne",
+    "\u2248": "approx",
     "\u222a": "cup", "\u2229": "cap", "\u2208": "in", "\u2205": "emptyset", "\u2216": "setminus", "\u00b1": "pm",
     "\u2213": "mp", "\u2211": "sum", "\u220f": "prod", "\u222b": "int", "\u2261": "equiv", "\u2026": "ldots",
     "\u22ef": "cdots", "\u230a": "lfloor", "\u230b": "rfloor", "\u2308": "lceil", "\u2309": "rceil", "\u27e8": "langle",
@@ -63,7 +64,7 @@ def _decomposed(c: str) -> tuple[str, str]:
         return "", _PLAIN[c]
     if unicodedata.category(c) == "Nd":
         return "", str(unicodedata.digit(c))
-    kind, _, codes = unicodedata.decomposition(c).partition(" ")
+    kind = unicodedata.decomposition(c).partition(" ")[0]
     if kind in _SCRIPTS:
         return _SCRIPTS[kind], "".join(_PLAIN.get(x, x) for x in unicodedata.normalize("NFKC", c))
     if kind == "<fraction>":

@@ -6,7 +6,8 @@ from megarl.answers.characters import ascii_math
 
 _SPACING = re.compile(
     r"\\(?:left|right|middle|[bB]ig{1,2}[lrm]?|displaystyle|textstyle|scriptstyle|limits|q?quad|hspace\s*\{[^{}]*\}"
-    r"|(?:thin|med|thick|neg)?space|bf|it|rm|boldmath|hline|[lL]arge|LARGE|[hH]uge|small|tiny|normalsize)(?![A-Za-z])|(?<!\\)\\[!,;:> ]|~|&nbsp;"
+    r"|(?:thin|med|thick|neg)?space|bf|it|rm|boldmath|hline|[lL]arge|LARGE|[hH]uge|small|tiny|normalsize)(?![A-Za-z])"
+    r"|(?<!\\)\\[!,;:> ]|~|&nbsp;"
 )
 _SYNONYMS = [
     (re.compile(r"\\(?:[dtc]|[sn]ice|s)frac(?![A-Za-z])"), r"\\frac"),
@@ -41,7 +42,10 @@ _SYNONYMS = [
     (re.compile(r"\\end\s*\{array\}"), r"\\end{matrix}"),
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"(?<![A-Za-z\\])(?:infinity|infty|inf)(?![A-Za-z])", re.IGNORECASE), r"\\infty "),
-    (re.compile(r"(?<![A-Za-z\\])(sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|ln|log|exp)(?=\s*[({\[\d^_])"), r"\\\1"),
+    (
+        re.compile(r"(?<![A-Za-z\\])(sqrt|arc(?:sin|cos|tan)|sin|cos|tan|cot|sec|csc|ln|log|exp)(?=\s*[({\[\d^_])"),
+        r"\\\1",
+    ),
     (re.compile(r"(?<![A-Za-z\\])(pi|theta|alpha|beta)(?![A-Za-z])"), r"\\\1 "),
     (re.compile(r"(?<=\d)\s*x\s*(?=10\s*\^)"), "*"),
 ]  # fmt: skip
@@ -49,9 +53,13 @@ _SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}\s*|,(?:\\[!,;: ]|~)+\s*|\\,)(?=\d{3}(?
 _GROUPED = re.compile(r"(?<![\d.,])([1-9]\d{0,2}(?:,\d{3})+)(?!\d|,\d)")
 _OPENERS, _CLOSERS = re.compile(r"[(\[]|\\\{"), re.compile(r"[)\]]|\\\}")
 _SPACED = re.compile(r"(?<![\d.,^_}])(?<!\d )[1-9]\d{0,2}(?: \d{3})+(?![\d/]| \d|,\d)(?:\.\d+)?(?!\s*(?:\\frac|\d*/))")
-_DEGREE = re.compile(r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\}|\{?\s*\u00b0\s*\}?|\\degree(?![A-Za-z]))|\\(?:degrees?|circ)(?![A-Za-z])"
-                     r"|\^?\{?\s*(?<=\d)\s*(?:\\(?:text|mathrm|textrm|mbox)\s*\{\s*)?deg(?:ree)?s?\b\s*\}?")  # fmt: skip
-_PERCENT = re.compile(r"\\?%|\s*(?:\\(?:text|mathrm|textrm|mbox)\s*\{\s*)?\b(?:per ?cent|percentage points?|pct)\b\.?\s*\}?", re.IGNORECASE)  # fmt: skip
+_TEXT_OPENS = r"(?:\\(?:text|mathrm|textrm|mbox)\s*\{\s*)?"
+_DEGREE = re.compile(
+    r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\}|\{?\s*\u00b0\s*\}?|\\degree(?![A-Za-z]))"
+    r"|\\(?:degrees?|circ)(?![A-Za-z])"
+    rf"|\^?\{{?\s*(?<=\d)\s*{_TEXT_OPENS}deg(?:ree)?s?\b\s*\}}?"
+)
+_PERCENT = re.compile(rf"\\?%|\s*{_TEXT_OPENS}\b(?:per ?cent|percentage points?|pct)\b\.?\s*\}}?", re.IGNORECASE)
 _CURRENCY = re.compile(r"\\(?:\$|pounds|euro)(?![A-Za-z])|\b(?:US|USD)\s*(?=\$?\d)")
 _TEXT = r"\\(?:text|textbf|textit|textnormal|textrm|textsf|texttt|textup|emph|mathrm|mbox|hbox|operatorname\*?)"
 _FONT = re.compile(

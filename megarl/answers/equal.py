@@ -14,6 +14,7 @@ sympy work out integrals, sums and limits only.
 """
 
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -31,6 +32,7 @@ __all__ = ["MAX_LENGTH", "Judgement", "Outcome", "canonical", "compare", "equal"
 _MAX_SURE = 150  # characters of a closed value up to which its print is taken to be its alone
 _UNORDERED = ("set", "union", "equal:", "unequal:")
 _DEEP = "deep:"
+_POSITIVE_BASE = re.compile(r"pow\(\+[0-9a-f/]+\[\],")
 _LEFT = "not real"
 _log = logging.getLogger(__name__)
 
@@ -80,7 +82,10 @@ def _judge(a: str, b: str) -> Judgement:
     forms = [read_form(a), read_form(b)]
     if forms[0] is None or forms[1] is None:
         return Judgement(Outcome.DIFFERENT, "an empty answer equals nothing")
-    return _forms(forms[0], forms[1])
+    found = _forms(forms[0], forms[1])
+    if found.outcome is Outcome.UNDECIDED:
+        _log.warning("undecided, %s: %.120s | %.120s", found.reason, a, b)
+    return found
 
 
 def partition(forms: Sequence[Form]) -> tuple[list[list[int]], int]:
@@ -114,6 +119,8 @@ def partition(forms: Sequence[Form]) -> tuple[list[list[int]], int]:
     for i, members in enumerate(merged):
         joined.setdefault(root(i), []).extend(members)
     undecided = {tuple(sorted((root(i), root(j)))) for i, j in open_pairs if root(i) != root(j)}
+    for i, j in sorted(undecided)[:1]:
+        _log.warning("%d undecided pairs, as %.120s | %.120s", len(undecided), heads[i].key, heads[j].key)
     return [sorted(members) for members in joined.values()], len(undecided)
 
 
@@ -138,8 +145,6 @@ def _forms(a: Form, b: Form) -> Judgement:
         found = Judgement(Outcome.DIFFERENT, "different lengths")
     else:
         found = _all([_forms(p, q) for p, q in zip(a.parts, b.parts, strict=True)])
-    if found.outcome is Outcome.UNDECIDED:
-        _log.warning("undecided, %s: %.120s | %.120s", found.reason, a.key, b.key)
     return found
 
 
@@ -202,10 +207,7 @@ def _is_nonzero(difference: algebra.Poly) -> bool:
     if len(difference) != 1:
         return False
     [monomial] = difference
-    return all(
-        "(" not in name and name not in ("\\infty",) or (name.startswith("pow(+") and "[]," in name.split("]", 1)[0] + "],")
-        for name, _ in monomial
-    )
+    return all(name != "\\infty" if "(" not in name else _POSITIVE_BASE.match(name) for name, _ in monomial)
 
 
 def _prints(a: Form, b: Form, replies: Sequence[Reply]) -> Judgement:

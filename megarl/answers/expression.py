@@ -130,7 +130,9 @@ class _Reader:
                 base = algebra.call("prime", base)
             elif self.take("\u00b0"):
                 if self.angles:
-                    base = algebra.multiply(base, algebra.multiply(algebra.atom("\\pi"), algebra.number(Fraction(1, 180))))
+                    base = algebra.multiply(
+                        base, algebra.multiply(algebra.atom("\\pi"), algebra.number(Fraction(1, 180)))
+                    )
             elif self.take("^"):
                 return algebra.power(base, self.argument(depth))
             else:

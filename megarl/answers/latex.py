@@ -21,7 +21,7 @@ def read_latex(text: str) -> Iterator[dict[str, Any]]:
     """Ever better answers, in the form of solver.answers: the last one that the budget allowed counts."""
     try:
         expression = latex2sympy(text, normalization_config=None, conversion_config=_NAMES)
-    except Exception:  # noqa: BLE001 (what latex2sympy raises where it cannot read is a bare Exception)
+    except Exception:  # what latex2sympy raises where it cannot read is just that
         yield {"text": True}
         return
     if not isinstance(expression, sympy.Expr):

@@ -4,10 +4,15 @@ import re
 
 from megarl.answers.boxes import last_box
 from megarl.answers.clean import clean
+from megarl.answers.form import MAX_LENGTH
 
 # an answer that says nothing but a letter, or a letter and what it stands for
 _ALONE = re.compile(r"(?:(?i:option|choice|answer))?[\s:]*[(\[]?\s*([A-Za-z])\s*[)\].:]?")
-_LABEL = re.compile(r"(?:(?i:option|choice|answer))?[\s:]*(?:[(\[]\s*([A-Za-z])\s*[)\]]|([A-Za-z])\s*(?:[).:]|\s-)|([A-Z])(?=\s))\s*(.*)", re.DOTALL)  # fmt: skip
+_LABEL = re.compile(
+    r"(?:(?i:option|choice|answer))?[\s:]*"
+    r"(?:[(\[]\s*([A-Za-z])\s*[)\]]|([A-Za-z])\s*(?:[).:]|\s-)|([A-Z])(?=\s))\s*(.*)",
+    re.DOTALL,
+)
 _SEVERAL = re.compile(r"(?:\s*(?:,|/|&|\bor\b|\band\b)\s*[(\[]?[A-Z](?![A-Za-z])|\s*[(\[][A-Z][)\]])")
 _REASON = re.compile(r"(?:because|since|as|is|due|for|given|while|which|where|based|by|from|with)\b", re.IGNORECASE)
 _WRAP = r"[\s*_`$\"'(\[{:]*(?:\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{[\s(*]*)?"
@@ -19,7 +24,8 @@ _ANNOUNCED = re.compile(
     re.IGNORECASE,
 )
 _CHOSEN = re.compile(
-    rf"\b(?:(?:I|we)\s+(?:would\s+|will\s+)?(?:choose|pick|select|go with)|(?:choose|pick|select)(?=\s+(?:option|choice|\()))"
+    r"\b(?:(?:I|we)\s+(?:would\s+|will\s+)?(?:choose|pick|select|go with)"
+    r"|(?:choose|pick|select)(?=\s+(?:option|choice|\()))"
     rf"\s*(?:option|choice|answer)?{_WRAP}(?-i:{_LETTER})",
     re.IGNORECASE,
 )
@@ -53,6 +59,8 @@ def letter(text: str, options: str) -> str | None:
 
 def _of(content: str, options: str, label: bool = True) -> str | None:
     """The letter that the content is, or begins with; "" for several, None where it is something else."""
+    if len(content) > MAX_LENGTH:
+        return None
     plain = clean(content).strip(" *_`$\"'")
     alone = _ALONE.fullmatch(plain)
     if alone:

@@ -36,9 +36,7 @@ Binary = tuple[int, int]  # mantissa, exponent of two
 
 
 def _parts(value: str) -> tuple[Binary, Binary]:
-    real, imaginary = (
-        (int(m, 16), int(e, 16)) for m, _, e in (piece.partition("p") for piece in value.split(","))
-    )
+    real, imaginary = ((int(m, 16), int(e, 16)) for m, _, e in (piece.partition("p") for piece in value.split(",")))
     return real, imaginary
 
 

@@ -18,9 +18,14 @@ _END = re.compile(
     "|<\uff5cend\u2581of\u2581sentence\uff5c>|<(?:eos|end_of_turn)>|</s>|\\[EOS\\]|<\\|im_start\\|>"
 )
 _THOUGHTS = (
-    ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"), ("<reasoning>", "</reasoning>"),
-    ("[THINK]", "[/THINK]"), ("\u25c1think\u25b7", "\u25c1/think\u25b7"), ("<|begin_of_thought|>", "<|end_of_thought|>"),
-)  # fmt: skip
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("[THINK]", "[/THINK]"),
+    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+)
 _TAG = re.compile(r"<answer>(.*?)</answer\s*>", re.IGNORECASE | re.DOTALL)
 _MARK = re.compile(r"^\s*#{4}\s*(\S.*?)\s*$", re.MULTILINE)
 _NUMBER = re.compile(

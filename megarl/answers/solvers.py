@@ -25,12 +25,13 @@ _ROOT = Path(__file__).parents[2]
 class Solvers:
     """A fixed number of worker processes for each kind of question, and what they have answered.
 
-    Kinds are apart because sympy takes seconds to import, and few questions need it.
+    Kinds are apart because sympy takes seconds to import, and few questions need it; the one that was used last is used
+    first, so that a second process starts only where two questions of a kind are asked at once.
     """
 
     def __init__(self, workers: int = WORKERS) -> None:
         self._known: dict[Question, Reply] = {}
-        self._idle: dict[str, queue.SimpleQueue[_Worker]] = {"key": queue.SimpleQueue(), "latex": queue.SimpleQueue()}
+        self._idle: dict[str, queue.LifoQueue[_Worker]] = {"key": queue.LifoQueue(), "latex": queue.LifoQueue()}
         for kind, idle in self._idle.items():
             for _ in range(workers):
                 idle.put(_Worker(kind))
@@ -46,6 +47,14 @@ class Solvers:
     def forget(self) -> None:
         """Drop what was answered; the processes stay."""
         self._known.clear()
+
+    def kill(self) -> None:
+        """End the processes that wait for questions; the next question starts one anew."""
+        for idle in self._idle.values():
+            waiting = [idle.get() for _ in range(idle.qsize())]
+            for worker in waiting:
+                worker.kill()
+                idle.put(worker)
 
     def _ask(self, question: Question) -> Reply:
         idle = self._idle[question[0]]
@@ -80,6 +89,10 @@ class _Worker:
             process.wait()
             self._process = None  # somebody killed it, not the question: that runs in a child of its own
         return {"undecided": "worker lost"}
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
 
     def _start(self) -> "subprocess.Popen[str]":
         environment = {

@@ -16,7 +16,9 @@ NUMBERS = {
 PHRASES = {
     **dict.fromkeys(("no solution", "no solutions", "no real solution", "no real solutions", "there is no solution",
                      "there are no solutions", "empty set", "the empty set", "no such number exists"), "empty"),
-    **dict.fromkeys(("all real numbers", "all reals", "all real x", "the real numbers", "real numbers", "all real number"), "reals"),
+    **dict.fromkeys((
+        "all real numbers", "all reals", "all real x", "the real numbers", "real numbers", "all real number",
+    ), "reals"),
     **dict.fromkeys(("does not exist", "dne", "limit does not exist", "the limit does not exist"), "dne"),
     "it is correct": "correct",
 }  # fmt: skip

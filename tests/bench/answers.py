@@ -26,17 +26,50 @@ from megarl.answers.vote import vote
 
 K = 64
 TRUE = (
-    *("18", "3", "70000", "540", "20", "64", "260", "160", "45", "460", "366", "694", "13", "1,080", "104", "109", "27", "1250.5", "5.75"),
-    *(r"\frac{3}{8}", r"-\frac{7}{12}", r"\frac{9}{7}", r"\frac{14}{3}", r"\frac{1}{576}", r"\frac{243}{625}", r"\frac{13}{204}", r"\dfrac{4}{3}"),
-    *(r"\sqrt{51}", r"2\sqrt{5}", r"3\sqrt{13}", r"12\sqrt{3}", r"\frac{\sqrt{3}}{2}", r"\frac{3\sqrt{3}}{4}", r"1+\sqrt{2}", r"10-5\sqrt{2}", r"\sqrt{2}+\sqrt{3}"),
-    *(r"\frac{\pi}{3}", r"27\pi", r"8\pi", r"\frac{5\pi}{6}", r"144\pi", r"\left( 3, \frac{\pi}{2} \right)", r"(6,31,-1)", r"(-2,1)", r"\left(\frac{3}{5},\frac{8}{3}\right]"),
-    *(r"x^5 - x^4 + x^3 - x^2 + x - 1", r"2k+2", r"-50x^4+5x^3", r"x^3+3x-6", r"6r^2-4r-24", r"3x^2-7", r"(x-2)^2", r"-4x^4+x^3+3x^2+2"),
-    *("p - q", r"\frac{x+2}{7}", r"\frac{1}{x+1}", r"\frac{2}{x-3}", r"y = 2x + 3", r"5x - 7y + 11z + 4 = 0", r"x+1", r"2^{n}-1", r"3n(n+1)", r"\frac{a^2}{4b}"),
-    *(r"(-\infty, 2) \cup (3, \infty)", r"[-2,7]", r"(0,9)\cup (9,36)", r"[0,\infty)", r"x \le 4", r"\{1,3,5\}", "1, -2", r"\pm 3", r"2, 3", r"4, 6, 14, 15", r"-2, 1"),
-    *(r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}", r"\begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix}", r"\begin{pmatrix} 2 & 0 \\ 5 & -2 \end{pmatrix}"),
-    *(r"\text{Evelyn}", r"\text{even}", r"\text{(B)}", r"\text{east}", r"\text{June 20}", "C", "D", r"\text{Navin}", r"\text{ellipse}", "Yes"),
-    *(r"90^\circ", r"28\%", r"\$36", r"10 \text{ cm}", r"145^\circ", r"15\text{ square inches}", r"4210_{5}", r"2516_8", r"6+9i", r"1-12i", r"e^{2}", r"\ln 2"),
-    *(r"\sin x", r"\cot x", r"\log_2 5", r"\sqrt[3]{4}", r"3\sqrt[3]{2}", r"2^{2024}", r"\frac{1}{2^{98}}", r"11,\! 111,\! 111,\! 100", r"1.36", r"0.0000672", r"6.72 \times 10^{-5}"),
+    *(
+        "18", "3", "70000", "540", "20", "64", "260", "160", "45", "460", "366", "694", "13", "1,080", "104", "109",
+        "27", "1250.5", "5.75",
+    ),
+    *(
+        r"\frac{3}{8}", r"-\frac{7}{12}", r"\frac{9}{7}", r"\frac{14}{3}", r"\frac{1}{576}", r"\frac{243}{625}",
+        r"\frac{13}{204}", r"\dfrac{4}{3}",
+    ),
+    *(
+        r"\sqrt{51}", r"2\sqrt{5}", r"3\sqrt{13}", r"12\sqrt{3}", r"\frac{\sqrt{3}}{2}", r"\frac{3\sqrt{3}}{4}",
+        r"1+\sqrt{2}", r"10-5\sqrt{2}", r"\sqrt{2}+\sqrt{3}",
+    ),
+    *(
+        r"\frac{\pi}{3}", r"27\pi", r"8\pi", r"\frac{5\pi}{6}", r"144\pi", r"\left( 3, \frac{\pi}{2} \right)",
+        r"(6,31,-1)", r"(-2,1)", r"\left(\frac{3}{5},\frac{8}{3}\right]",
+    ),
+    *(
+        r"x^5 - x^4 + x^3 - x^2 + x - 1", r"2k+2", r"-50x^4+5x^3", r"x^3+3x-6", r"6r^2-4r-24", r"3x^2-7", r"(x-2)^2",
+        r"-4x^4+x^3+3x^2+2",
+    ),
+    *(
+        "p - q", r"\frac{x+2}{7}", r"\frac{1}{x+1}", r"\frac{2}{x-3}", r"y = 2x + 3", r"5x - 7y + 11z + 4 = 0",
+        r"x+1", r"2^{n}-1", r"3n(n+1)", r"\frac{a^2}{4b}",
+    ),
+    *(
+        r"(-\infty, 2) \cup (3, \infty)", r"[-2,7]", r"(0,9)\cup (9,36)", r"[0,\infty)", r"x \le 4", r"\{1,3,5\}",
+        "1, -2", r"\pm 3", r"2, 3", r"4, 6, 14, 15", r"-2, 1",
+    ),
+    *(
+        r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}", r"\begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix}",
+        r"\begin{pmatrix} 2 & 0 \\ 5 & -2 \end{pmatrix}",
+    ),
+    *(
+        r"\text{Evelyn}", r"\text{even}", r"\text{(B)}", r"\text{east}", r"\text{June 20}", "C", "D",
+        r"\text{Navin}", r"\text{ellipse}", "Yes",
+    ),
+    *(
+        r"90^\circ", r"28\%", r"\$36", r"10 \text{ cm}", r"145^\circ", r"15\text{ square inches}", r"4210_{5}",
+        r"2516_8", r"6+9i", r"1-12i", r"e^{2}", r"\ln 2",
+    ),
+    *(
+        r"\sin x", r"\cot x", r"\log_2 5", r"\sqrt[3]{4}", r"3\sqrt[3]{2}", r"2^{2024}", r"\frac{1}{2^{98}}",
+        r"11,\! 111,\! 111,\! 100", r"1.36", r"0.0000672", r"6.72 \times 10^{-5}",
+    ),
 )  # fmt: skip
 
 Verify = Callable[[str, str], bool]
@@ -44,9 +77,23 @@ Verify = Callable[[str, str], bool]
 
 def spellings(answer: str, rng: random.Random) -> list[str]:
     """Ways in which a model writes the answer: the plain one most often."""
-    ways = [answer] * 6 + [f"${answer}$", answer.replace("frac", "dfrac"), answer.replace(" ", ""), f" {answer} ", answer + ".", f"\\({answer}\\)"]
+    ways = [answer] * 6 + [
+        f"${answer}$",
+        answer.replace("frac", "dfrac"),
+        answer.replace(" ", ""),
+        f" {answer} ",
+        answer + ".",
+        f"\\({answer}\\)",
+    ]
     if answer.isdigit():
-        ways += [f"{answer}.0", f"{int(answer):,}", f"\\text{{{answer}}}", f"{answer} \\text{{ units}}", f"x = {answer}", f"**{answer}**"]
+        ways += [
+            f"{answer}.0",
+            f"{int(answer):,}",
+            f"\\text{{{answer}}}",
+            f"{answer} \\text{{ units}}",
+            f"x = {answer}",
+            f"**{answer}**",
+        ]
     if "," not in answer and "\\text" not in answer and "=" not in answer and "%" not in answer:
         ways += [f"x={answer}"]
     return [rng.choice(ways) for _ in range(8)]
@@ -72,7 +119,9 @@ def groups(true: Sequence[str], number: int, seed: int = 0) -> list[list[str | N
         answer = true[g % len(true)] if g < len(true) else wrong(rng.choice(true), rng)
         right, others = spellings(answer, rng), [wrong(answer, rng) for _ in range(rng.randint(1, 12))]
         share = rng.uniform(0.1, 0.95)
-        out.append([None if rng.random() < 0.03 else rng.choice(right if rng.random() < share else others) for _ in range(K)])
+        out.append(
+            [None if rng.random() < 0.03 else rng.choice(right if rng.random() < share else others) for _ in range(K)]
+        )
     return out
 
 

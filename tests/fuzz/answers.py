@@ -25,23 +25,64 @@ from megarl.settings import AnswersConfig
 from tests.unit.answer_pairs import DIFFERENT, EQUAL
 
 DRIVER_SECONDS = 1.0  # of CPU, that one answer may cost this process
-STYLES = [AnswersConfig(style=s) for s in ("boxed", "tag", "mark", "letter", "verdict_boxed", "verdict_sentence", "last-number")]
-CONTROL = [("1/2", "0.5"), (r"\sec^2 y", r"1+\tan^2 y"), ("28", "0.28"), ("(1,2)", "(2,1)"), (r"\sin 2x", r"2\sin x\cos x"), ("x<3", "2x<6")]
+STYLES = [
+    AnswersConfig(style=s)
+    for s in ("boxed", "tag", "mark", "letter", "verdict_boxed", "verdict_sentence", "last-number")
+]
+CONTROL = [
+    ("1/2", "0.5"),
+    (r"\sec^2 y", r"1+\tan^2 y"),
+    ("28", "0.28"),
+    ("(1,2)", "(2,1)"),
+    (r"\sin 2x", r"2\sin x\cos x"),
+    ("x<3", "2x<6"),
+]
 
 _PIECES = (
     *("0", "1", "2", "7", "10", "99999999999", "3.14", ".5", "1e9", "1e999999", "x", "y", "n", "e", "i", "f(", "A"),
-    *("+", "-", "*", "/", "^", "^{", "_", "_{", "!", "!!", "(", ")", "[", "]", "{", "}", "\\{", "\\}", "|", ",", ";", ":", "="),
-    *("<", ">", "\\le ", "\\ne ", "\\pm ", "\\mp ", "\\cup ", "\\in ", "\\frac{", "}{", "\\frac12", "\\sqrt{", "\\sqrt[", "\\sqrt"),
-    *("\\pi ", "\\infty ", "\\sin ", "\\ln(", "\\log_", "\\tan^{-1}", "\\binom{", "\\text{", "\\boxed{", "\\left(", "\\right)"),
-    *("\\begin{pmatrix}", "\\end{pmatrix}", "&", "\\\\", "\\ldots", "%", "\\%", "$", "\\$", "^\\circ", " ", "~", "\\,", "\\!", "\\"),
-    *(" and ", " or ", "million", "percent", "cm", "\\approx ", "\\overline{3}", "\\lfloor ", "\\rfloor ", "\\pmod{", "mod"),
-    *("\u00bd", "\u221a", "\u00b2", "\u0663", "\uff11", "\u200b", "\u202e", "\x00", "\x1b[31m", "\ud800", "\u2211", "\u221e", "\u212b"),
+    *(
+        "+", "-", "*", "/", "^", "^{", "_", "_{", "!", "!!", "(", ")", "[", "]", "{", "}", "\\{", "\\}", "|", ",",
+        ";", ":", "=",
+    ),
+    *(
+        "<", ">", "\\le ", "\\ne ", "\\pm ", "\\mp ", "\\cup ", "\\in ", "\\frac{", "}{", "\\frac12", "\\sqrt{",
+        "\\sqrt[", "\\sqrt",
+    ),
+    *(
+        "\\pi ", "\\infty ", "\\sin ", "\\ln(", "\\log_", "\\tan^{-1}", "\\binom{", "\\text{", "\\boxed{", "\\left(",
+        "\\right)",
+    ),
+    *(
+        "\\begin{pmatrix}", "\\end{pmatrix}", "&", "\\\\", "\\ldots", "%", "\\%", "$", "\\$", "^\\circ", " ", "~",
+        "\\,", "\\!", "\\",
+    ),
+    *(
+        " and ", " or ", "million", "percent", "cm", "\\approx ", "\\overline{3}", "\\lfloor ", "\\rfloor ",
+        "\\pmod{", "mod",
+    ),
+    *(
+        "\u00bd", "\u221a", "\u00b2", "\u0663", "\uff11", "\u200b", "\u202e", "\x00", "\x1b[31m", "\ud800", "\u2211",
+        "\u221e", "\u212b",
+    ),
     *("<think>", "</think>", "<answer>", "</answer>", "```", "#### ", "<|im_end|>", "The answer is ", "correct."),
-    *("__import__('os').system('true')", "eval(", "lambda:", "None", "nan", "True", "';--", "{{7*7}}", "%s", "\\input{/etc/passwd}"),
+    *(
+        "__import__('os').system('true')", "eval(", "lambda:", "None", "nan", "True", "';--", "{{7*7}}", "%s",
+        "\\input{/etc/passwd}",
+    ),
 )  # fmt: skip
 _HEAVY = (
-    *("\\sum_{k=1}^{10^{9}} \\frac{1}{k}", "\\int_0^{x} e^{t^{t}} dt", "\\prod_{k=1}^{n} k^k", "\\lim_{x\\to0} \\sin(1/x)"),
-    *("\\int \\int \\int x^{y^{z}} dx", "\\gcd(10^{100},6^{200})", "\\sum_{k=1}^{10^{5}} \\sin(k^k)", "\\max(9^{9^{9}},1)"),
+    *(
+        "\\sum_{k=1}^{10^{9}} \\frac{1}{k}",
+        "\\int_0^{x} e^{t^{t}} dt",
+        "\\prod_{k=1}^{n} k^k",
+        "\\lim_{x\\to0} \\sin(1/x)",
+    ),
+    *(
+        "\\int \\int \\int x^{y^{z}} dx",
+        "\\gcd(10^{100},6^{200})",
+        "\\sum_{k=1}^{10^{5}} \\sin(k^k)",
+        "\\max(9^{9^{9}},1)",
+    ),
 )
 
 
@@ -59,19 +100,26 @@ def hostile(rng: random.Random) -> str:
         base = str(rng.randint(0, 99))
         return "^{".join([base] * rng.randint(2, 30)) + "}" * rng.randint(0, 30) + "!" * rng.randint(0, 4)
     if way < 0.82:  # deep
-        opener, closer = rng.choice([("(", ")"), ("\\sqrt{", "}"), ("\\frac{1}{", "}"), ("{", "}"), ("\\{", "\\}"), ("|", "|"), ("-", ""), ("\\sin(", ")"), ("f(", ")"), ("(x+", ")^{12}")])  # fmt: skip
+        opener, closer = rng.choice([
+            ("(", ")"), ("\\sqrt{", "}"), ("\\frac{1}{", "}"), ("{", "}"), ("\\{", "\\}"), ("|", "|"), ("-", ""),
+            ("\\sin(", ")"), ("f(", ")"), ("(x+", ")^{12}"),
+        ])  # fmt: skip
         deep = rng.choice([5, 20, 60, 300])
         return opener * deep + rng.choice(("2", "x", "")) + closer * (deep + rng.choice((0, 0, 0, 1)))
     if way < 0.94:  # long
         piece = rng.choice(_PIECES)
         return piece * rng.choice((50, 200, 1000, 3000)) + rng.choice(_PIECES)
     if way < 0.96:
-        return "".join(chr(rng.choice((rng.randrange(1, 0x500), rng.randrange(0x2000, 0x3000)))) for _ in range(rng.randint(1, 40)))
+        return "".join(
+            chr(rng.choice((rng.randrange(1, 0x500), rng.randrange(0x2000, 0x3000)))) for _ in range(rng.randint(1, 40))
+        )
     if way < 0.962:
         return rng.choice(_PIECES) * (1_000_000 // rng.randint(1, 8))
     if way < 0.972:
         return rng.choice(_HEAVY) + rng.choice(("", "+1", "^{9}", "!", rng.choice(_PIECES)))
-    return rng.choice(("9" * rng.randint(300, 5000), "1/" * rng.randint(2, 900) + "7", "1,111," * 300, "1/3+" * 400 + "1"))
+    return rng.choice(
+        ("9" * rng.randint(300, 5000), "1/" * rng.randint(2, 900) + "7", "1,111," * 300, "1/3+" * 400 + "1")
+    )
 
 
 @dataclass
@@ -158,7 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{args.count} hostile answers in {time.monotonic() - start:.0f} s, {memory} MiB")
     print(f"verdicts   {dict(found.outcomes)}")
     print(f"undecided  {dict(found.reasons.most_common(12))}")
-    print(f"dearest    driver {found.driver[0]:.3f} CPU s {found.driver[1]}; worker {found.worker[0]:.2f} CPU s {found.worker[1]}")
+    for name, (seconds, text) in {"driver": found.driver, "worker": found.worker}.items():
+        print(f"dearest    {name} {seconds:.3f} CPU s {text}")
     for fault in found.faults[:20]:
         print(f"FAULT {fault}")
     print(f"faults     {len(found.faults)}")
