@@ -31,6 +31,7 @@ _SYNONYMS = [
     (re.compile(r"\\[lrv]?Vert(?![A-Za-z])|\\\|"), "||"),
     (re.compile(r"\\(?:dots[cbmi]?|cdots|ldots)(?![A-Za-z])|(?<!\.)\.\.\.+"), r"\\ldots "),
     (re.compile(r"\\(?:backslash|smallsetminus)(?![A-Za-z])"), r"\\setminus "),
+    (re.compile(r"\\(?:measured)?angle(?![A-Za-z])|^\s*\\(?:approx|simeq)(?![A-Za-z])"), " "),
     (re.compile(r"\\(?:land|wedge)(?![A-Za-z])"), " and "),
     (re.compile(r"\\(?:lor|vee)(?![A-Za-z])"), " or "),
     (re.compile(r"\\(?:to|rightarrow)(?![A-Za-z])"), r"\\to "),
@@ -94,6 +95,8 @@ _SENTENCE = re.compile(
     re.IGNORECASE,
 )
 _JOINED = re.compile(r"\s*[,;]?\s+(?:and|or)\s+(?=\S)|\s*;\s*")
+_INEQUALITY = re.compile(r"<|>|\\(?:le|ge|ne)(?![A-Za-z])")
+_OR, _AND = re.compile(r"\s*,?\s+or\s+(?=\S)"), re.compile(r"\s*,?\s+and\s+(?=\S)")
 _TOKEN = r"(?:\d|[A-Za-z]|\{[^{}]*\}|\\(?:pi|theta|alpha|beta)(?![A-Za-z]))"
 _SHORT_FRACTION = re.compile(rf"\\frac\s*({_TOKEN})\s*({_TOKEN})")
 _OVER = re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}")
@@ -118,7 +121,10 @@ def clean(text: str) -> str:
         text = _FONT.sub(lambda m: f" {m[1] if m[1] is not None else m[2]} ", text)
     text = _single(text)
     text = _SENTENCE.sub("", text.strip(" \t$").rstrip(".;, ").strip()).strip("$ ")
-    text = _JOINED.sub(" , ", without_unit(text))
+    text = without_unit(text)
+    if _INEQUALITY.search(text):  # "x > 1 and x < 3" is not "x > 1 or x < 3"
+        text = _AND.sub(r" \\and ", _OR.sub(r" \\or ", text))
+    text = _JOINED.sub(" , ", text)
     text = _fractions(_single(text)).strip()
     text = _SPACED.sub(lambda m: m[0].replace(" ", ""), text)
     return _without_braces(_unwrap(text))
@@ -159,6 +165,8 @@ def _unwrap(text: str) -> str:
     while True:
         before = text
         text = text.strip().strip("$").strip()
+        if re.fullmatch(r"\*[^*]+\*", text):
+            text = text[1:-1]
         for opener, closer in _QUOTES:
             if len(text) > len(opener) + len(closer) and text.startswith(opener) and text.endswith(closer):
                 text = text[len(opener) : -len(closer)]

@@ -30,7 +30,7 @@ from megarl.answers.solvers import Question, Reply, ask
 __all__ = ["MAX_LENGTH", "Judgement", "Outcome", "canonical", "compare", "equal", "judge", "partition"]
 
 _MAX_SURE = 150  # characters of a closed value up to which its print is taken to be its alone
-_UNORDERED = ("set", "union", "equal:", "unequal:")
+_UNORDERED = ("set", "union", "all:", "equal:", "unequal:")
 _DEEP = "deep:"
 _POSITIVE_BASE = re.compile(r"pow\(\+[0-9a-f/]+\[\],")
 _LEFT = "not real"

@@ -36,7 +36,7 @@ _MAX_NESTING = 12
 _SHALLOW = 8  # brackets deep that any caller's stack has room for
 _WORDS = re.compile(r"\(?\s*([A-Za-z]|[A-Za-z]{2,}(?: [A-Za-z]+|[-'][A-Za-z]{2,}|[-'][A-Za-z]\b)*)\s*\)?")
 _PRODUCT = re.compile(r"[b-df-hj-np-tv-z]{2,3}|ab|ac|abc|[xyz]{2,3}|ax|ay|bx|by")  # letters that are no word
-_CHOICE = re.compile(r"\(([A-J])\)\s*\S.*")
+_CHOICE = re.compile(r"\(([A-J])\)\s*\S.*|(?:[Oo]ption|[Cc]hoice)\s*\(?([A-J])\)?")
 _PROSE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{4,}")  # a product of letters, read so, would forget their order
 _MATRIX = re.compile(r"[(\[]?\s*\\begin ?\{matrix\}(.*)\\end ?\{matrix\}\s*[)\]]?", re.DOTALL)
 _NAMED = re.compile(
@@ -52,6 +52,7 @@ _MODULUS = re.compile(
     r"(.*\S)\s*(?:\\p?mod\s*\{?|\\bmod\s*|\(\s*(?:mod|\\bmod)\s*|\bmod(?:ulo)?\s+)\s*(\w+)\s*[})]*\s*"
 )
 _BASED = re.compile(r"\(?\s*([0-9A-Za-z]{1,400})\s*\)?\s*_\s*\{?\s*(\d{1,2})\s*\}?")
+_INEQUALITY = re.compile(r"<|>|\\(?:le|ge|ne)(?![A-Za-z])")
 _CLOCK = re.compile(r"(\d{1,2}(?::\d{2}){0,2})\s*([ap])\.?\s*m\.?", re.IGNORECASE)
 _BUILDER = re.compile(rf"\\\{{\s*({NAME})\s*(?:\\in\s*\\mathbb\s*\{{?R\}}?\s*)?[|:]\s*(.*)\\\}}")
 _REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?")
@@ -122,7 +123,7 @@ def _words(text: str, depth: int) -> Form | None:
     """Words, letters of options, words for numbers, and phrases with a meaning of their own."""
     choice = _CHOICE.fullmatch(text)
     if choice and not re.match(r"\([A-J]\)\s*[,;:=<>+*/^_\\-]", text):
-        return number(algebra.atom(choice[1].casefold()))
+        return number(algebra.atom((choice[1] or choice[2]).casefold()))
     found = _WORDS.fullmatch(text.rstrip("."))
     if found is None:
         return None
@@ -185,9 +186,13 @@ def _point(name: str, value: str, depth: int) -> Form | None:
 
 def _collection(text: str, depth: int) -> Form | None:
     """Unions, lists and ratios."""
-    parts = split(text, "\\cup")
-    if parts is not None and len(parts) > 1 and all(p.strip() for p in parts):
-        return union([_node(p, depth + 1) for p in parts])
+    for joint in ("\\or", "\\cup"):
+        parts = split(text, joint)
+        if parts is not None and len(parts) > 1 and all(p.strip() for p in parts):
+            return union([_node(p, depth + 1) for p in parts])
+    parts = split(text, "\\and")
+    if parts is not None and len(parts) > 1:
+        return unordered("all:", (_node(p, depth + 1) for p in parts))
     parts = split(text, ",")
     if parts is not None and len(parts) > 1:
         return _list([p.strip() for p in parts if p.strip()], depth)
@@ -213,8 +218,8 @@ def _list(parts: list[str], depth: int) -> Form:
     if len(set(names)) > 1:
         labels = [m[1].strip() if m is not None else "" for m in found]
         forms = [ordered(f"named:{name}=", (f,)) for name, f in zip(labels, forms, strict=True)]
-    if forms and all(f.kind[0] in "([" or f.kind == "union" for f in forms) and any(RELATION.search(p) for p in parts):
-        return union(forms)
+    if any(_INEQUALITY.search(p) for p in parts):  # x > 1, x < 3: both hold
+        return unordered("all:", forms)
     return unordered("set", forms)
 
 
