@@ -20,6 +20,12 @@ class Chat:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]  # every id that ends a response: the tokenizer's and the generation config's
     vocab_size: int  # rows of the model's embedding, without any padding
+    plain: bool = False  # contents joined by newlines, although the tokenizer may have a template
+
+    @property
+    def templated(self) -> bool:
+        """Does the tokenizer's chat template write the conversation?"""
+        return bool(self.tokenizer.chat_template) and not self.plain
 
     def render(self, messages: Sequence[Message]) -> np.ndarray:
         """Token ids, int32[Lp], of the conversation up to where the assistant speaks; with one BOS where the
@@ -27,7 +33,7 @@ class Chat:
 
         A tokenizer without a chat template (a base model) gets the contents joined by newlines.
         """
-        if self.tokenizer.chat_template:
+        if self.templated:
             turns = [{"role": m.role, "content": m.content} for m in messages]
             text = str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
         else:
@@ -52,7 +58,7 @@ class Chat:
         return self.tokenizer.encode("a")[:1] == [self.tokenizer.bos_token_id]
 
 
-def open_chat(model: str) -> Chat:
+def open_chat(model: str, *, plain: bool = False) -> Chat:
     """The Chat of a Hugging Face model directory or hub name; no code of the model's is run."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -60,7 +66,7 @@ def open_chat(model: str) -> Chat:
     except OSError as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"model {model}: no such directory, nor to be had from the hub ({reason})") from error
-    return Chat(tokenizer=tokenizer, stop_ids=_stop_ids(model, tokenizer), vocab_size=vocab_size)
+    return Chat(tokenizer=tokenizer, stop_ids=_stop_ids(model, tokenizer), vocab_size=vocab_size, plain=plain)
 
 
 def _stop_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

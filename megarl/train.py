@@ -10,7 +10,7 @@ from megarl.answers.read import read_answers
 from megarl.config import RunConfig
 from megarl.deck import Deck, open_deck
 from megarl.diagnostics import diagnose, drift, twins
-from megarl.evaluate import evaluate, open_evaluation
+from megarl.evaluation.ask import evaluate, open_evaluation
 from megarl.log import RunLog
 from megarl.types import Need, Rollout, Seed
 
