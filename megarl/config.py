@@ -72,7 +72,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> "RunConfig":
-        self.algo.check(tuple(self.agents))
+        self._check_seats()
+        self.algo.check(self.seats)
         if "gold" in self.algo.needs and self.data.gold is None:
             raise ValueError(f"algo.name={self.algo.name} learns from true answers: name their column in data.gold")
         if self.sampling.top_p < 1 or self.sampling.top_k:
@@ -86,24 +87,42 @@ class RunConfig(Section):
         _warn_of_twins(self.agents)
         return self
 
+    def _check_seats(self) -> None:
+        taken: dict[str, str] = {}
+        for name, agent in self.agents.items():
+            for seat in {name, *agent.seats}:
+                other = taken.setdefault(seat, name)
+                if other != name:
+                    raise ValueError(
+                        f"agents.{name} and agents.{other} both answer to {seat}: every name is of one agent"
+                    )
+
     def _check_agent(self, name: str, agent: AgentConfig) -> None:
         key, layout = f"agents.{name}", agent.layout
-        if agent.view not in self.data.views:
-            raise ValueError(f"{key}.view={agent.view} is none of data.views: {', '.join(self.data.views)}")
+        for seat, view in agent.seated(name).items():
+            if view not in self.data.views:
+                field = f"{key}.seats.{seat}" if agent.seats else f"{key}.view"
+                raise ValueError(f"{field}={view} is none of data.views: {', '.join(self.data.views)}")
         if layout.sp and layout.tp == 1:
             raise ValueError(f"{key}.layout.sp=true shares the work of a tensor-parallel group: it needs tp > 1")
-        longest = self.data.max_prompt_tokens + (agent.max_tokens or self.sampling.max_tokens)
+        longest = self.max_prompt_tokens + self.sampling_of(name).max_tokens
         capacity = self.batch.tokens_per_microbatch * layout.cp
         if longest > capacity:
+            whose = "data" if self.max_prompt_tokens == self.data.max_prompt_tokens else "algo"
             raise ValueError(
                 f"batch.tokens_per_microbatch={self.batch.tokens_per_microbatch} with {key}.layout.cp={layout.cp} "
-                f"holds {capacity} tokens, but a sequence may have data.max_prompt_tokens + max_tokens = {longest}: "
+                f"holds {capacity} tokens, but a sequence may have {whose}.max_prompt_tokens + max_tokens = {longest}: "
                 f"set it to at least {-(-longest // layout.cp)}"
             )
         samples = self.batch.prompts_per_step * self.samples(name)
         if self.batch.updates_per_step > samples:
             raise ValueError(
                 f"batch.updates_per_step={self.batch.updates_per_step} is more than the {samples} samples of {key}"
+            )
+        if self.batch.samples_per_update is not None and agent.optimizer.schedule.per == "update":
+            raise ValueError(
+                f"{key}.optimizer.schedule.per=update needs to know the number of updates: set batch.updates_per_step "
+                "instead of batch.samples_per_update"
             )
         tp = max(layout.tp, agent.engine.tp)
         if tp > self.cluster.gpus_per_node:
@@ -122,6 +141,20 @@ class RunConfig(Section):
                 f"agents ask for {sum(wanted.values())} GPUs or CPU slots ({asked}), but cluster.nodes * "
                 f"cluster.gpus_per_node = {available}"
             )
+
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """Names under which prompts are dealt: those of the agents, but for agents that have seats."""
+        return tuple(seat for name, agent in self.agents.items() for seat in agent.seated(name))
+
+    def agent_at(self, seat: str) -> AgentConfig:
+        """The agent that sits there."""
+        return next(agent for name, agent in self.agents.items() if seat in agent.seated(name))
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt of any turn."""
+        return self.algo.prompt_limit(self.data.max_prompt_tokens)
 
     def samples(self, agent: str) -> int:
         """Rollouts per prompt of an agent."""

@@ -37,7 +37,7 @@ class RunLog:
         self.run_dir = run_dir
         self.console = Console(stderr=True)
         self._steps = cfg.steps
-        self._slots = {name: agent.slots for name, agent in cfg.agents.items()}
+        self._slots = {seat: cfg.agent_at(seat).slots for seat in cfg.seats}
         self._tokens: dict[str, int] = {}  # of the present step's rollouts, by agent
         self._row: Metrics = {}
         self._rows: dict[str, float] = {}  # last value of every key, for the table

@@ -25,6 +25,25 @@ class BatchConfig(Section):
     tokens_per_microbatch: int = Field(default=16384, ge=1, description="tokens per rank in one packed forward pass")
     updates_per_step: int = Field(default=1, ge=1, description="optimizer steps per step, each on an equal part")
 
+    samples_per_update: int | None = Field(
+        default=None, ge=1, description="instead of updates_per_step: as many equal parts as none is larger than this"
+    )
+
+    def updates(self, samples: int) -> int:
+        """Optimizer steps of a step with so many training samples."""
+        if self.samples_per_update is None:
+            return self.updates_per_step
+        return max(1, -(-samples // self.samples_per_update))
+
+    @model_validator(mode="after")
+    def _one_rule_of_updates(self) -> "BatchConfig":
+        if self.samples_per_update is not None and self.updates_per_step != 1:
+            raise ValueError(
+                f"updates_per_step={self.updates_per_step} and samples_per_update={self.samples_per_update}: "
+                "give one of the two"
+            )
+        return self
+
     @model_validator(mode="after")
     def _no_more_trained_than_voted(self) -> "BatchConfig":
         if self.train_samples_per_prompt and self.train_samples_per_prompt > self.samples_per_prompt:
@@ -74,6 +93,10 @@ class SamplingConfig(Section):
 class AnswersConfig(Section):
     style: Literal["boxed", "last-number"] = "boxed"
     truncated: Literal["invalid", "read"] = Field(default="invalid", description="may a response cut by length vote?")
+    verdict: Literal["sentence", "keywords"] = Field(
+        default="sentence",
+        description="keywords: without the exact sentence a verdict is guessed (CoVerRL release)",
+    )
 
 
 class ScheduleConfig(Section):
@@ -146,6 +169,12 @@ class AgentConfig(Section):
 
     model: str = Field(description="directory of a Hugging Face model, or its hub name")
     view: str = Field(default="original", description="which view of a prompt this agent reads (data.views)")
+    seats: dict[str, str] = Field(
+        default={}, description="name -> view: one policy answers every prompt under several names (Co-rewarding)"
+    )
+    template: dict[str, bool | int | str] = Field(
+        default={}, description="arguments of the chat template, e.g. {enable_thinking: true}"
+    )
     backend: Literal["megatron", "reference"] = "megatron"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     seed: int | None = Field(default=None, description="generation stream; null: from the agent's name")
@@ -156,6 +185,10 @@ class AgentConfig(Section):
     kl_coef: float | None = Field(default=None, ge=0, description="instead of loss.kl_coef")
     samples_per_prompt: int | None = Field(default=None, ge=1, description="instead of batch.samples_per_prompt")
     max_tokens: int | None = Field(default=None, ge=1, description="instead of sampling.max_tokens")
+
+    def seated(self, name: str) -> dict[str, str]:
+        """Name -> view, under which the agent called ``name`` is dealt prompts: its own, unless it has seats."""
+        return dict(self.seats) or {name: self.view}
 
     @property
     def replicas(self) -> int:
