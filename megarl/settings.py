@@ -251,11 +251,6 @@ class EvaluationConfig(Section):
     samples_per_prompt: int = Field(default=4, ge=1)
     sampling: SamplingConfig = SamplingConfig()
     revise: bool = Field(default=False, description="each answer is verified once, and revised once if called wrong")
-    verdict: Literal["strict", "keyword"] = Field(
-        default="strict",
-        description="a verification that does not end with a verdict's sentence: no verdict, which ends the "
-        "conversation; keyword: CoVerRL's fallback (it says wrong, incorrect or mistake: wrong; else correct)",
-    )
     pass_at: tuple[int, ...] = Field(
         default=(), strict=False, description="k of pass@k and maj@k; empty: 1, 2, 4 ... and samples_per_prompt"
     )

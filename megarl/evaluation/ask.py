@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megarl.agents import Agents, generate
+from megarl.agents import Agents, fitting, generate
+from megarl.algos.coverrl import CoVerRL, Requests, revise_prompt, verify_prompt
+from megarl.answers.read import read_answers
 from megarl.config import RunConfig
 from megarl.deck import Deck, Seat, open_deck
-from megarl.evaluation.protocol import revisions, verifications
 from megarl.evaluation.score import VERIFICATION, Rules, score
-from megarl.settings import DataConfig, EvaluationConfig
-from megarl.types import Metrics, Prompt, Rollout, Seed
+from megarl.settings import AnswersConfig, DataConfig, EvaluationConfig
+from megarl.types import Metrics, Prompt, Rollout, RolloutKey, Seed
 
 _STEP = -1  # of the seeds: no step of training
 
@@ -22,27 +23,33 @@ class Asked:
     too_long: int
 
 
-def ask(agents: Agents, prompts: Sequence[Prompt], settings: EvaluationConfig, seed: int, longest_prompt: int) -> Asked:
-    """Rollouts of the prompts, with ``settings.revise`` those of the turns that follow from them.
+def ask(
+    agents: Agents,
+    prompts: Sequence[Prompt],
+    settings: EvaluationConfig,
+    seed: int,
+    *,
+    answers: AnswersConfig,
+    requests: Requests,
+) -> Asked:
+    """Rollouts of the prompts; with ``settings.revise`` those of one verification of each answer, and of one revision
+    where it says "wrong".
 
-    A follow-up of more than ``longest_prompt`` tokens is left out: its answer stands as it is.
+    A follow-up that is too long for its agent is not asked: the answer stands as it is.
     """
     sampled = {name: replace(agent, sampling=settings.sampling) for name, agent in agents.items()}
+    too_long: set[tuple[str, RolloutKey | None]] = set()
 
     def go(asked: Sequence[Prompt]) -> list[Rollout]:
-        return generate(sampled, asked, Seed(run=seed, step=_STEP), {}) if asked else []
-
-    def fitting(wanted: list[Prompt]) -> list[Prompt]:
-        return [p for p in wanted if len(agents[p.agent].chat.render(p.messages)) <= longest_prompt]
+        rollouts = generate(sampled, asked, Seed(run=seed, step=_STEP), {}) if asked else []
+        return read_answers(rollouts, answers)
 
     out = go(prompts)
-    if not settings.revise:
-        return Asked(out, 0)
-    wanted = verifications(out)
-    checked = go(fitting(wanted))
-    again = revisions(checked, settings.verdict)
-    revised = go(fitting(again))
-    return Asked([*out, *checked, *revised], len(wanted) + len(again) - len(checked) - len(revised))
+    if settings.revise:
+        checked = go(fitting(agents, [verify_prompt(r, 1, requests) for r in out], too_long))
+        wrong = [r for r in checked if r.answer == "wrong"]
+        out += checked + go(fitting(agents, [revise_prompt(r, 1, requests) for r in wrong], too_long))
+    return Asked(out, len(too_long))
 
 
 def seats(agents: Agents, data: DataConfig, samples: int) -> dict[str, Seat]:
@@ -80,8 +87,11 @@ def evaluate(cfg: RunConfig, agents: Agents, deck: Deck, step: int) -> dict[str,
     settings = cfg.evaluation
     assert deck.gold is not None and settings.data is not None
     prompts = deck.everything(seats(agents, settings.data, settings.samples_per_prompt))
-    engines_take = cfg.data.max_prompt_tokens + min(cfg.sampling_of(name).max_tokens for name in agents)
-    asked = ask(agents, prompts, settings, cfg.seed, engines_take - settings.sampling.max_tokens)
+    requests = cfg.algo.requests if isinstance(cfg.algo, CoVerRL) else Requests()
+    # later turns must leave room for a response in engines that were built for training
+    room = {name: cfg.max_prompt_tokens + cfg.sampling_of(name).max_tokens for name in agents}
+    seated = {n: replace(a, max_prompt_tokens=room[n] - settings.sampling.max_tokens) for n, a in agents.items()}
+    asked = ask(seated, prompts, settings, cfg.seed, answers=cfg.answers, requests=requests)
     rules = replace(Rules.of(settings, cfg.answers, cfg.seed), pass_at=(1,), resamples=1)
     scores = score(asked.rollouts, deck.gold, rules)
     names = {f"avg@{settings.samples_per_prompt}": "accuracy", "answered": "answered"}

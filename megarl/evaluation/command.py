@@ -12,16 +12,17 @@ from rich.console import Console
 from transformers import AutoConfig
 
 from megarl import checkpoint, rollouts
-from megarl.agents import Agents, open_agents, reshard_all, rolling
+from megarl.agents import Agents, fitting, open_agents, reshard_all, rolling
+from megarl.algos.ttrl import TTRL
 from megarl.backends.cluster import WorkerLost
 from megarl.config import CONFIG_DIR, RunConfig, compose_raw, validate
 from megarl.deck import open_deck
 from megarl.evaluation.ask import ask, deck_of, seats
-from megarl.evaluation.pairs import judgements, read_pairs, score_pairs
+from megarl.evaluation.pairs import Pair, judgements, read_pairs, score_pairs, uids
 from megarl.evaluation.report import Report, SetResult, Subject, write_report
 from megarl.evaluation.score import Rules, Scores, score
 from megarl.evaluation.sets import ExamSet, open_set
-from megarl.types import Rollout
+from megarl.types import Rollout, RolloutKey
 
 _REQUEST_TOKENS = 160  # of a request to verify or to revise, with a template's marks around it
 _LOST = 1
@@ -82,7 +83,7 @@ def _live(args: argparse.Namespace, sets: Sequence[ExamSet]) -> tuple[Report, Pa
     """Examine agents that answer now."""
     candidate = _candidate(args, sets)
     sets = sets or [_own_set(candidate.cfg)]
-    cfg, longest = _prepared(candidate.cfg, sets)
+    cfg = _prepared(candidate.cfg, sets)
     name = "+".join(s.name for s in sets)
     home = candidate.run / "eval" / f"step_{candidate.step}-{name}" if candidate.run else cfg.run_dir / f"eval-{name}"
     out = args.out or home
@@ -97,7 +98,7 @@ def _live(args: argparse.Namespace, sets: Sequence[ExamSet]) -> tuple[Report, Pa
             for exam in sets:
                 asked = len(agents) * cfg.evaluation.samples_per_prompt
                 print(f"{exam.name}: {exam.data.path}, {asked} samples per problem", file=sys.stderr)
-                result, seen = _examine(agents, exam, cfg, longest)
+                result, seen = _examine(agents, exam, cfg)
                 rollouts.write(out / "rollouts" / f"{exam.name}.parquet", seen, step=candidate.step)
                 results.append(result)
         subjects = {name: _subject(name, candidate, agents) for name in agents}
@@ -144,8 +145,8 @@ def _own_set(cfg: RunConfig) -> ExamSet:
     return ExamSet(name=name, data=data, answers=cfg.answers)
 
 
-def _prepared(cfg: RunConfig, sets: Sequence[ExamSet]) -> tuple[RunConfig, int]:
-    """The configuration whose engines take every turn, no reference models, and the longest prompt in tokens."""
+def _prepared(cfg: RunConfig, sets: Sequence[ExamSet]) -> RunConfig:
+    """The configuration with engines that take every turn and without reference models."""
     settings = cfg.evaluation
     longest = max(exam.data.max_prompt_tokens for exam in sets)
     if settings.revise or any(exam.pairs for exam in sets):
@@ -163,12 +164,13 @@ def _prepared(cfg: RunConfig, sets: Sequence[ExamSet]) -> tuple[RunConfig, int]:
         name: agent.model_copy(update={"max_tokens": None, "kl_coef": None}) for name, agent in cfg.agents.items()
     }
     changes = {
+        "algo": TTRL(),  # asks nothing more, so the longest prompt is that of the data
         "agents": agents,
         "data": cfg.data.model_copy(update={"max_prompt_tokens": longest}),
         "sampling": settings.sampling,
         "loss": cfg.loss.model_copy(update={"kl_coef": 0.0}),
     }
-    return cfg.model_copy(update=changes), longest
+    return cfg.model_copy(update=changes)
 
 
 def _positions(model: str) -> int:
@@ -179,26 +181,36 @@ def _positions(model: str) -> int:
         raise ValueError(f"model {model}: no such directory, nor to be had from the hub ({reason})") from error
 
 
-def _examine(agents: Agents, exam: ExamSet, cfg: RunConfig, longest: int) -> tuple[SetResult, list[Rollout]]:
+def _examine(agents: Agents, exam: ExamSet, cfg: RunConfig) -> tuple[SetResult, list[Rollout]]:
     """One set's outcome, and the rollouts it rests on."""
     settings, rules = cfg.evaluation, Rules.of(cfg.evaluation, exam.answers, cfg.seed)
+    samples = settings.samples_per_prompt
     if exam.pairs:
-        every = read_pairs(exam)
-        asks = {name: judgements(every, name, settings.samples_per_prompt) for name in agents}
-        lengths = [[len(a.chat.render(p.messages)) for p in asks[name]] for name, a in agents.items()]
-        fits = [all(n <= longest for n in of) for of in zip(*lengths, strict=True)]
-        pairs = [pair for i, pair in enumerate(every) if fits[2 * i] and fits[2 * i + 1]]
-        prompts = [p for name in agents for p in judgements(pairs, name, settings.samples_per_prompt)]
-        verdicts_only = settings.model_copy(update={"revise": False})
-        seen = ask(agents, prompts, verdicts_only, cfg.seed, longest).rollouts
-        counts = {"problems": len(pairs), "left_out": len(every) - len(pairs), "too_long": 0}
-        return _result(exam, settings.samples_per_prompt, counts, score_pairs(seen, pairs, rules)), seen
-    data = exam.data.model_copy(update={"max_prompt_tokens": min(exam.data.max_prompt_tokens, longest)})
+        pairs, left_out = _fitting_pairs(agents, exam)
+        prompts = [p for name in agents for p in judgements(pairs, name, samples, exam.requests)]
+        once = settings.model_copy(update={"revise": False})
+        seen = ask(agents, prompts, once, cfg.seed, answers=exam.answers, requests=exam.requests).rollouts
+        counts = {"problems": len(pairs), "left_out": left_out, "too_long": 0}
+        return _result(exam, samples, counts, score_pairs(seen, pairs, rules)), seen
+    longest = min(exam.data.max_prompt_tokens, cfg.max_prompt_tokens)
+    data = exam.data.model_copy(update={"max_prompt_tokens": longest})
     deck = deck_of(agents, data, cfg.seed)
     assert deck.gold is not None
-    asked = ask(agents, deck.everything(seats(agents, data, settings.samples_per_prompt)), settings, cfg.seed, longest)
+    prompts = deck.everything(seats(agents, data, samples))
+    asked = ask(agents, prompts, settings, cfg.seed, answers=exam.answers, requests=exam.requests)
     counts = {"problems": len(deck), "left_out": deck.filtered, "too_long": asked.too_long}
-    return _result(exam, settings.samples_per_prompt, counts, score(asked.rollouts, deck.gold, rules)), asked.rollouts
+    return _result(exam, samples, counts, score(asked.rollouts, deck.gold, rules)), asked.rollouts
+
+
+def _fitting_pairs(agents: Agents, exam: ExamSet) -> tuple[list[Pair], int]:
+    """The pairs of which every agent can read both solutions, and how many others there are."""
+    pairs = read_pairs(exam)
+    long: set[tuple[str, RolloutKey | None]] = set()
+    fit = {
+        (p.agent, p.uid) for name in agents for p in fitting(agents, judgements(pairs, name, 1, exam.requests), long)
+    }
+    kept = [pair for pair in pairs if all((name, uid) in fit for name in agents for uid in uids(pair))]
+    return kept, len(pairs) - len(kept)
 
 
 def _result(exam: ExamSet, samples: int, counts: dict[str, int], scores: Scores) -> SetResult:
@@ -208,6 +220,7 @@ def _result(exam: ExamSet, samples: int, counts: dict[str, int], scores: Scores)
         path=exam.data.path,
         samples=samples,
         answers=exam.answers,
+        requests=exam.requests,
         prompts=views,
         scores=scores,
         **counts,
@@ -283,7 +296,6 @@ def _report(cfg: RunConfig, subjects: dict[str, Subject], results: Sequence[SetR
         sampling=settings.sampling if live else None,
         seed=cfg.seed,
         revise=verified,
-        verdict=settings.verdict,
         confidence=settings.confidence,
         resamples=settings.resamples,
         sets=tuple(results),

@@ -9,16 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
 
+from megarl.algos.coverrl import Requests
+from megarl.answers.read import read_answers
 from megarl.deck import read_rows
 from megarl.evaluation.estimate import Part, estimate
-from megarl.evaluation.protocol import VERIFY, read_verdict
 from megarl.evaluation.score import Rules, Scores
 from megarl.evaluation.sets import ExamSet
 from megarl.types import Message, Prompt, Rollout
-
-Side = Literal["chosen", "rejected"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +52,19 @@ def read_pairs(cfg: ExamSet) -> list[Pair]:
     return pairs[: cfg.data.limit]
 
 
-def judgements(pairs: Sequence[Pair], agent: str, n: int) -> list[Prompt]:
-    """Requests for ``n`` verdicts on both solutions of every pair."""
-    return [_judge(pair, side, agent, n) for pair in pairs for side in ("chosen", "rejected")]
+def judgements(pairs: Sequence[Pair], agent: str, n: int, requests: Requests) -> list[Prompt]:
+    """Requests for ``n`` verdicts on both solutions of every pair, the chosen one first."""
+    out = []
+    for pair in pairs:
+        for uid, solution in zip(uids(pair), (pair.chosen, pair.rejected), strict=True):
+            turns = (Message("user", pair.prompt), Message("assistant", solution), Message("user", requests.verify))
+            out.append(Prompt(agent=agent, uid=uid, role="verify", messages=turns, n=n))
+    return out
 
 
-def _judge(pair: Pair, side: Side, agent: str, n: int) -> Prompt:
-    solution = pair.chosen if side == "chosen" else pair.rejected
-    messages = (Message("user", pair.prompt), Message("assistant", solution), Message("user", VERIFY))
-    return Prompt(agent=agent, uid=_uid(pair, side), role="verify", messages=messages, n=n)
-
-
-def _uid(pair: Pair, side: Side) -> str:
-    return f"{pair.uid}/{side}"
+def uids(pair: Pair) -> tuple[str, str]:
+    """The ids under which its two solutions are judged."""
+    return f"{pair.uid}/chosen", f"{pair.uid}/rejected"
 
 
 def score_pairs(rollouts: Sequence[Rollout], pairs: Sequence[Pair], rules: Rules) -> Scores:
@@ -76,32 +74,31 @@ def score_pairs(rollouts: Sequence[Rollout], pairs: Sequence[Pair], rules: Rules
     Pairs of which a solution was not judged are left out.
     """
     said: dict[str, dict[str, list[Rollout]]] = {}
-    for r in rollouts:
+    for r in read_answers(rollouts, rules.answers):
         said.setdefault(r.prompt.agent, {}).setdefault(r.prompt.uid, []).append(r)
     out: Scores = {}
     for agent, of in said.items():
-        judged = [p for p in pairs if _uid(p, "chosen") in of and _uid(p, "rejected") in of]
-        parts = _parts([(p, of[_uid(p, "chosen")], of[_uid(p, "rejected")]) for p in judged], rules)
+        both = [(pair, *(of.get(uid, []) for uid in uids(pair))) for pair in pairs]
+        parts = _parts([(pair, chosen, rejected) for pair, chosen, rejected in both if chosen and rejected])
         out[agent] = estimate(parts, seed=rules.seed, resamples=rules.resamples, confidence=rules.confidence)
     return out
 
 
-def _parts(judged: Sequence[tuple[Pair, list[Rollout], list[Rollout]]], rules: Rules) -> dict[str, list[Part]]:
+def _parts(judged: Sequence[tuple[Pair, list[Rollout], list[Rollout]]]) -> dict[str, list[Part]]:
     out: dict[str, list[Part]] = {}
     subsets = sorted({pair.subset for pair, _, _ in judged if pair.subset})
     for pair, chosen, rejected in judged:
-        right, wrong = ([read_verdict(r.text, rules.verdict) for r in rs] for rs in (chosen, rejected))
-        passed = Fraction(sum(v.correct is True for v in right), len(right))
-        fooled = Fraction(sum(v.correct is True for v in wrong), len(wrong))
+        passed = Fraction(sum(r.answer == "correct" for r in chosen), len(chosen))
+        fooled = Fraction(sum(r.answer == "correct" for r in rejected), len(rejected))
         won = Fraction(1, 2) if passed == fooled else Fraction(passed > fooled)
-        caught = sum(v.correct is False for v in wrong)
-        both = len(right) + len(wrong)
+        caught = sum(r.answer == "wrong" for r in rejected)
+        both = len(chosen) + len(rejected)
         entries: dict[str, Part] = {
             "pair_accuracy": (won, 1),
-            "verify_accuracy": (passed * len(right) + caught, both),
-            "correct_recall": (passed * len(right), len(right)),
-            "wrong_recall": (Fraction(caught), len(wrong)),
-            "malformed": (Fraction(sum(not v.well_formed for v in (*right, *wrong))), both),
+            "verify_accuracy": (passed * len(chosen) + caught, both),
+            "correct_recall": (passed * len(chosen), len(chosen)),
+            "wrong_recall": (Fraction(caught), len(rejected)),
+            "malformed": (Fraction(sum(not r.well_formed for r in (*chosen, *rejected))), both),
         }
         for subset in subsets:
             entries[f"pair_accuracy/{subset}"] = (won, 1) if pair.subset == subset else (Fraction(), 0)

@@ -7,13 +7,16 @@ from pathlib import Path
 from rich.table import Table
 
 from megarl import __version__
+from megarl.algos.coverrl import Requests
 from megarl.evaluation.estimate import Estimate
-from megarl.evaluation.protocol import REVISE, VERIFY, VerdictRule
-from megarl.evaluation.score import COHORT, Scores
+from megarl.evaluation.score import Scores
 from megarl.settings import AnswersConfig, SamplingConfig
 
+_VERDICTS = {
+    "sentence": "a verification without the exact sentence gives no verdict, and the answer stands",
+    "keywords": "a verification without the exact sentence is guessed by its words (CoVerRL's release)",
+}
 _COUNTS = ("tokens",)  # metrics that are no shares
-_HIDDEN = ("verified", "wrong_to_right", "right_to_wrong", "truncated")  # in the JSON only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,7 @@ class SetResult:
     left_out: int
     samples: int
     answers: AnswersConfig
+    requests: Requests
     prompts: dict[str, str]  # view -> the wording around a problem, which stands as {}
     too_long: int
     scores: Scores
@@ -48,7 +52,6 @@ class Report:
     sampling: SamplingConfig | None  # None: recorded rollouts do not say
     seed: int
     revise: bool
-    verdict: VerdictRule
     confidence: float
     resamples: int
     sets: tuple[SetResult, ...]
@@ -59,7 +62,7 @@ class Report:
             "subjects": {name: asdict(s) for name, s in self.subjects.items()},
             "sampling": self.sampling and self.sampling.model_dump(),
             "seed": self.seed,
-            "verify_and_revise": {"verdict": self.verdict, "verify": VERIFY, "revise": REVISE} if self.revise else None,
+            "verified_and_revised": self.revise,
             "interval": {"of": "percentile bootstrap over problems", "confidence": self.confidence}
             | {"resamples": self.resamples},
             "sets": {
@@ -69,7 +72,7 @@ class Report:
                     "left_out": s.left_out,
                     "samples": s.samples,
                     "answers": s.answers.model_dump(),
-                    "prompts": s.prompts,
+                    "prompts": s.prompts | (s.requests.model_dump() if self.revise else {}),
                     "follow_ups_too_long": s.too_long,
                     "scores": {
                         agent: {metric: asdict(found) for metric, found in metrics.items()}
@@ -120,7 +123,8 @@ class Report:
                 f"tokens, seed {self.seed}"
             )
         if self.revise:
-            out.append(f"verified once, revised once where called wrong; verdict rule: {self.verdict}")
+            rules = ", ".join(dict.fromkeys(_VERDICTS[s.answers.verdict] for s in self.sets))
+            out.append(f"answers verified once, revised once where called wrong; {rules}")
         level = f"{self.confidence:.0%}"
         out.append(f"in brackets: {level} interval, {self.resamples} bootstrap resamples over problems")
         return out
@@ -139,28 +143,10 @@ def _title(s: SetResult) -> str:
 
 
 def _grid(s: SetResult) -> tuple[list[str], list[list[str]]]:
-    """Header and rows."""
-    shown = _columns(s.scores)
-    rows = [[agent, *(_cell(metric, found.get(metric)) for metric in shown)] for agent, found in s.scores.items()]
-    return ["agent", *shown], rows
-
-
-def _columns(scores: Scores) -> list[str]:
-    """The metrics worth a column: of pass@k and an agent's maj@k the largest k, and every pooled vote; the first
-    answers' accuracy once, under the name that goes with the protocol."""
-    metrics = list(dict.fromkeys(m for found in scores.values() for m in found))
-    pooled = scores.get(COHORT, {})
-    verified = "acc_first" in metrics
-    out = []
-    for metric in metrics:
-        kind, _, k = metric.partition("@")
-        largest = not any(
-            m.startswith(f"{kind}@") and int(m.partition("@")[2]) > int(k) for m in metrics if k and m not in pooled
-        )
-        if metric in _HIDDEN or (verified and kind == "avg") or not (largest or metric in pooled):
-            continue
-        out.append(metric)
-    return out
+    """Header and rows: a column per agent, a row per metric."""
+    metrics = list(dict.fromkeys(metric for found in s.scores.values() for metric in found))
+    rows = [[metric, *(_cell(metric, found.get(metric)) for found in s.scores.values())] for metric in metrics]
+    return ["%", *s.scores], rows
 
 
 def _cell(metric: str, found: Estimate | None) -> str:

@@ -11,7 +11,6 @@ from megarl.answers.equal import equal
 from megarl.answers.read import read_answers
 from megarl.answers.vote import vote
 from megarl.evaluation.estimate import Estimate, Part, estimate, pass_at_k
-from megarl.evaluation.protocol import Verdict, VerdictRule, read_verdict
 from megarl.settings import AnswersConfig, EvaluationConfig
 from megarl.types import Gold, Rollout, RolloutKey
 
@@ -37,7 +36,6 @@ class Rules:
     """How rollouts are read and summed up."""
 
     answers: AnswersConfig
-    verdict: VerdictRule = "strict"
     pass_at: tuple[int, ...] = ()
     confidence: float = 0.95
     resamples: int = 2000
@@ -47,7 +45,6 @@ class Rules:
     def of(cls, cfg: EvaluationConfig, answers: AnswersConfig, seed: int) -> "Rules":
         return cls(
             answers=answers,
-            verdict=cfg.verdict,
             pass_at=cfg.pass_at,
             confidence=cfg.confidence,
             resamples=cfg.resamples,
@@ -63,7 +60,9 @@ class Course:
     right: bool
     tokens: int  # of the first answer
     truncated: bool
-    verdict: Verdict | None  # None: nobody asked
+    verified: bool
+    verdict: str | None  # "correct" or "wrong"; None: nothing that counts was said
+    well_formed: bool  # the verification
     revised: bool
     final_right: bool
 
@@ -93,14 +92,13 @@ def score(rollouts: Sequence[Rollout], gold: Gold, rules: Rules) -> Scores:
 
 def follow(rollouts: Sequence[Rollout], gold: Gold, rules: Rules) -> Courses:
     """Every sample's course. Of several verifications of one answer, or revisions, the first in index order counts."""
-    readable = [r for r in rollouts if r.prompt.role != "verify"]
-    answers = {r.key: r.answer for r in read_answers(readable, rules.answers)}
+    in_order = sorted(read_answers(rollouts, rules.answers), key=lambda r: r.index)
     children: dict[RolloutKey, Rollout] = {}
-    for r in sorted(rollouts, key=lambda r: -r.index):  # the lowest index comes last, and stays
+    for r in in_order:
         if r.prompt.parent is not None:
-            children[r.prompt.parent] = r
+            children.setdefault(r.prompt.parent, r)
     out: Courses = {}
-    for r in sorted(rollouts, key=lambda r: r.index):
+    for r in in_order:
         if r.prompt.role != "solve":
             continue
         uid = r.prompt.uid
@@ -110,15 +108,17 @@ def follow(rollouts: Sequence[Rollout], gold: Gold, rules: Rules) -> Courses:
             )
         check = children.get(r.key)
         revision = children.get(check.key) if check else None
-        right = _right(answers[r.key], gold[uid])
+        right = is_right(r.answer, gold[uid])
         course = Course(
-            answer=answers[r.key],
+            answer=r.answer,
             right=right,
             tokens=len(r.token_ids),
             truncated=r.stop == "length",
-            verdict=read_verdict(check.text, rules.verdict) if check else None,
+            verified=check is not None,
+            verdict=check.answer if check else None,
+            well_formed=check.well_formed if check else False,
             revised=revision is not None,
-            final_right=_right(answers[revision.key], gold[uid]) if revision else right,
+            final_right=is_right(revision.answer, gold[uid]) if revision else right,
         )
         out.setdefault(r.prompt.agent, {}).setdefault(uid, []).append(course)
     return out
@@ -148,7 +148,7 @@ def _parts(courses: Mapping[str, list[Course]], gold: Gold, pass_at: Sequence[in
         "truncated": [(sum(c.truncated for c in cs), len(cs)) for _, cs in problems],
         "tokens": [(sum(c.tokens for c in cs), len(cs)) for _, cs in problems],
     }
-    if any(c.verdict for _, cs in problems for c in cs):
+    if any(c.verified for _, cs in problems for c in cs):
         counts |= _verdicts([cs for _, cs in problems])
     return out | {name: [(Fraction(n), d) for n, d in pairs] for name, pairs in counts.items()}
 
@@ -156,17 +156,17 @@ def _parts(courses: Mapping[str, list[Course]], gold: Gold, pass_at: Sequence[in
 def _verdicts(problems: Sequence[Sequence[Course]]) -> dict[str, list[tuple[int, int]]]:
     out: dict[str, list[tuple[int, int]]] = {}
     for cs in problems:
-        checked = [(c, c.verdict) for c in cs if c.verdict is not None]
-        right = [v for c, v in checked if c.right]
-        wrong = [v for c, v in checked if not c.right]
-        true_positive, true_negative = sum(v.correct is True for v in right), sum(v.correct is False for v in wrong)
+        checked = [c for c in cs if c.verified]
+        right, wrong = [c for c in checked if c.right], [c for c in checked if not c.right]
+        true_positive = sum(c.verdict == "correct" for c in right)
+        true_negative = sum(c.verdict == "wrong" for c in wrong)
         for name, pair in {
             "acc_first": (sum(c.right for c in cs), len(cs)),
             "acc_final": (sum(c.final_right for c in cs), len(cs)),
             "verify_accuracy": (true_positive + true_negative, len(checked)),
             "correct_recall": (true_positive, len(right)),
             "wrong_recall": (true_negative, len(wrong)),
-            "malformed": (sum(not v.well_formed for _, v in checked), len(checked)),
+            "malformed": (sum(not c.well_formed for c in checked), len(checked)),
             "verified": (len(checked), len(cs)),
             "revised": (sum(c.revised for c in cs), len(cs)),
             "wrong_to_right": (sum(c.final_right and not c.right for c in cs), len(cs)),
@@ -199,10 +199,11 @@ def _estimates(parts: Mapping[str, Sequence[Part]], rules: Rules) -> dict[str, E
 
 
 def _voted(answers: Sequence[str | None], true: str) -> Fraction:
-    return Fraction(_right(vote(answers).answer, true))
+    return Fraction(is_right(vote(answers).answer, true))
 
 
-def _right(answer: str | None, true: str) -> bool:
+def is_right(answer: str | None, true: str) -> bool:
+    """No answer is wrong, and so is one whose equality cannot be decided."""
     return answer is not None and bool(equal(answer, true))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError
 
+from megarl.algos.coverrl import REVISE, REVISE_CHOICE, Requests
 from megarl.settings import AnswersConfig, DataConfig, Section
 
 
@@ -29,9 +30,13 @@ class ExamSet(Section):
     name: str
     data: DataConfig
     answers: AnswersConfig = AnswersConfig()
-    pairs: PairsConfig | None = Field(
-        default=None, description="the model verifies given solutions, and solves nothing"
-    )
+    wording: Requests | None = Field(default=None, description="of later turns; null: as CoVerRL trains with")
+    pairs: PairsConfig | None = Field(default=None, description="the model verifies given solutions, solves nothing")
+
+    @property
+    def requests(self) -> Requests:
+        """What is said in later turns, if there are any."""
+        return self.wording or Requests(revise=REVISE_CHOICE if self.data.wrong else REVISE)
 
 
 def named_sets(folders: Sequence[Path]) -> dict[str, Path]:
