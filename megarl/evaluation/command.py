@@ -83,7 +83,7 @@ def _live(args: argparse.Namespace, sets: Sequence[ExamSet]) -> tuple[Report, Pa
     """Examine agents that answer now."""
     candidate = _candidate(args, sets)
     sets = sets or [_own_set(candidate.cfg)]
-    cfg = _prepared(candidate.cfg, sets)
+    cfg = prepared(candidate.cfg, sets)
     name = "+".join(s.name for s in sets)
     home = candidate.run / "eval" / f"step_{candidate.step}-{name}" if candidate.run else cfg.run_dir / f"eval-{name}"
     out = args.out or home
@@ -114,14 +114,14 @@ def _candidate(args: argparse.Namespace, sets: Sequence[ExamSet]) -> Candidate:
             )
         if args.step:
             raise ValueError(f"--step {args.step} is a step of a run: name it by --run RUN_DIR")
-        return Candidate(cfg=validate(_completed(raw, sets)), run=None, step=0)
+        return Candidate(cfg=validate(completed(raw, sets)), run=None, step=0)
     raw = _merged(args.run, raw)
     if args.step == 0:
         return Candidate(cfg=validate(raw), run=args.run, step=0)
     return Candidate(cfg=validate(raw), run=args.run, step=checkpoint.find(args.run, args.step).step)
 
 
-def _completed(raw: dict[str, Any], sets: Sequence[ExamSet]) -> dict[str, Any]:
+def completed(raw: dict[str, Any], sets: Sequence[ExamSet]) -> dict[str, Any]:
     """What a run must say and an examination need not."""
     data = {"data": sets[0].data.model_dump()} if sets else {}
     return {"steps": 1, "algo": {"name": "ttrl"}, **data, **raw}
@@ -145,7 +145,7 @@ def _own_set(cfg: RunConfig) -> ExamSet:
     return ExamSet(name=name, data=data, answers=cfg.answers)
 
 
-def _prepared(cfg: RunConfig, sets: Sequence[ExamSet]) -> RunConfig:
+def prepared(cfg: RunConfig, sets: Sequence[ExamSet]) -> RunConfig:
     """The configuration with engines that take every turn and without reference models."""
     settings = cfg.evaluation
     longest = max(exam.data.max_prompt_tokens for exam in sets)
@@ -240,7 +240,7 @@ def _recorded(args: argparse.Namespace, sets: Sequence[ExamSet]) -> tuple[Report
     if run_dir is not None:
         cfg = validate(_merged(run_dir, raw))
     elif sets:
-        cfg = validate(_completed(raw, sets) | {"agents": {"recorded": {"model": "recorded"}}})
+        cfg = validate(completed(raw, sets) | {"agents": {"recorded": {"model": "recorded"}}})
     else:
         raise ValueError("--rollouts FILE says nothing of true answers: give --set NAME=PATH, or the run's directory")
     exam = sets[0] if sets else _training_set(cfg)

@@ -54,7 +54,7 @@ def open_set(spelled: str, folders: Sequence[Path]) -> ExamSet:
         raise ValueError(
             f"--set {spelled}: {name!r} is neither a YAML file nor a known set; known: {', '.join(sorted(known))}"
         )
-    raw: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    raw = _read(file)
     data = {**raw.get("data", {}), **({"path": path} if path else {})}
     if "path" not in data:
         raise ValueError(f"--set {spelled}: where is its file? Write --set {name}=PATH")
@@ -65,3 +65,13 @@ def open_set(spelled: str, folders: Sequence[Path]) -> ExamSet:
     except ValidationError as error:
         faults = (f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in error.errors())
         raise ValueError(f"{file}: {'; '.join(faults)}") from error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file}: not YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("data", {}), dict):
+        raise ValueError(f"{file}: expected a mapping with a section data")
+    return raw
