@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from megarl.algos import AnyAlgorithm
+from megarl.algos.corewarding import CoRewarding
 from megarl.settings import (
     AdvantageConfig,
     AgentConfig,
@@ -31,6 +32,7 @@ from megarl.settings import (
     EvaluationConfig,
     GuardConfig,
     LossConfig,
+    Name,
     ReshardConfig,
     SamplingConfig,
     Section,
@@ -45,8 +47,8 @@ OmegaConf.register_new_resolver("configs", lambda: str(CONFIG_DIR), replace=True
 class RunConfig(Section):
     """Everything a run is made of."""
 
-    experiment: str = "default"
-    name: str = "run"
+    experiment: Name = "default"
+    name: Name = "run"
     output: str = Field(default="runs", description="run directories are OUTPUT/EXPERIMENT/NAME")
     seed: int = 0
     steps: int = Field(ge=1)
@@ -57,7 +59,7 @@ class RunConfig(Section):
     answers: AnswersConfig = AnswersConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
-    agents: dict[str, AgentConfig] = Field(min_length=1)
+    agents: dict[Name, AgentConfig] = Field(min_length=1)
     cluster: ClusterConfig = ClusterConfig()
     reshard: ReshardConfig = ReshardConfig()
     guard: GuardConfig = GuardConfig()
@@ -88,6 +90,11 @@ class RunConfig(Section):
         return self
 
     def _check_seats(self) -> None:
+        if isinstance(self.algo, CoRewarding) and len(self.agents) > 1:
+            raise ValueError(
+                f"algo.name={self.algo.name} trains one policy, but there are agents {', '.join(self.agents)}: keep "
+                "one agent and give it seats (for two policies there is algo.name=corl)"
+            )
         taken: dict[str, str] = {}
         for name, agent in self.agents.items():
             for seat in {name, *agent.seats}:
@@ -107,12 +114,13 @@ class RunConfig(Section):
             raise ValueError(f"{key}.layout.sp=true shares the work of a tensor-parallel group: it needs tp > 1")
         longest = self.max_prompt_tokens + self.sampling_of(name).max_tokens
         capacity = self.batch.tokens_per_microbatch * layout.cp
-        if longest > capacity:
+        padded = -(-longest // layout.sequence_multiple) * layout.sequence_multiple
+        if padded > capacity // layout.total_multiple * layout.total_multiple:
             whose = "data" if self.max_prompt_tokens == self.data.max_prompt_tokens else "algo"
             raise ValueError(
                 f"batch.tokens_per_microbatch={self.batch.tokens_per_microbatch} with {key}.layout.cp={layout.cp} "
                 f"holds {capacity} tokens, but a sequence may have {whose}.max_prompt_tokens + max_tokens = {longest}: "
-                f"set it to at least {-(-longest // layout.cp)}"
+                f"set it to at least {-(-longest // layout.total_multiple) * layout.total_multiple // layout.cp}"
             )
         samples = self.batch.prompts_per_step * self.samples(name)
         if self.batch.updates_per_step > samples:
@@ -130,7 +138,7 @@ class RunConfig(Section):
                 f"{key} wants tensor parallel {tp}, but cluster.gpus_per_node={self.cluster.gpus_per_node}: "
                 "a tensor-parallel group stays within a node"
             )
-        _check_against_model(key, agent)
+        _check_against_model(key, agent, longest)
 
     def _check_slots(self) -> None:
         wanted = {name: agent.slots for name, agent in self.agents.items()}
@@ -170,20 +178,34 @@ class RunConfig(Section):
         return self.loss.kl_coef if own is None else own
 
 
-def _check_against_model(key: str, agent: AgentConfig) -> None:
-    """Refuse a layout that the model's own shape cannot take, where its config.json is at hand."""
+def _check_against_model(key: str, agent: AgentConfig, longest: int) -> None:
+    """Refuse a layout or lengths that the model's own shape cannot take, where its config.json is at hand."""
     file = Path(agent.model) / "config.json"
     if not file.is_file():
         return  # a hub name: the backend checks it once it is loaded
-    model = json.loads(file.read_text())
-    model = model.get("text_config", model)
-    layout = agent.layout
-    for part, size in (("num_attention_heads", layout.tp), ("num_attention_heads", agent.engine.tp)):
-        if model[part] % size:
-            raise ValueError(f"{key}: {part}={model[part]} of {agent.model} cannot be divided by tp={size}")
-    if layout.pp > model["num_hidden_layers"]:
-        layers = model["num_hidden_layers"]
-        raise ValueError(f"{key}.layout.pp={layout.pp} stages, but {agent.model} has num_hidden_layers={layers}")
+    try:
+        model = json.loads(file.read_text(encoding="utf-8"))
+        model = model.get("text_config", model)
+        heads, layers = int(model["num_attention_heads"]), int(model["num_hidden_layers"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{key}.model={agent.model}: {file} does not describe a language model ({error!r})") from error
+    groups, wide = model.get("num_key_value_heads", heads), model.get("intermediate_size", 0)
+    for field, tp in (("layout.tp", agent.layout.tp), ("engine.tp", agent.engine.tp)):
+        if heads % tp or wide % tp:
+            part, size = ("num_attention_heads", heads) if heads % tp else ("intermediate_size", wide)
+            raise ValueError(f"{key}.{field}={tp} does not divide {part}={size} of {agent.model}")
+        if groups % tp and tp % groups:
+            raise ValueError(
+                f"{key}.{field}={tp} and num_key_value_heads={groups} of {agent.model}: one must divide the other"
+            )
+    if agent.layout.pp > layers:
+        raise ValueError(f"{key}.layout.pp={agent.layout.pp} stages, but {agent.model} has num_hidden_layers={layers}")
+    positions = model.get("max_position_embeddings")
+    if positions is not None and longest > positions:
+        raise ValueError(
+            f"{key}: a sequence may have {longest} tokens (prompt + response), but {agent.model} has "
+            f"max_position_embeddings={positions}: lower data.max_prompt_tokens or max_tokens"
+        )
 
 
 def _warn_of_twins(agents: Mapping[str, AgentConfig]) -> None:

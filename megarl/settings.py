@@ -5,9 +5,12 @@ step, per update), memory numbers are per rank and in tokens.
 """
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# what becomes a folder, a metric's key or an actor's name
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._+-]*$", max_length=100)]
 
 
 class Section(BaseModel):
@@ -107,11 +110,20 @@ class ScheduleConfig(Section):
     min_ratio: float = Field(default=0.0, ge=0, le=1, description="of the peak, at the end of the decay")
     per: Literal["step", "update"] = "step"
 
+    @model_validator(mode="after")
+    def _warmup_says_what_it_counts(self) -> "ScheduleConfig":
+        if isinstance(self.warmup, float) and self.warmup >= 1:
+            raise ValueError(f"warmup={self.warmup}: a share of the run is below 1, a number of steps an integer")
+        return self
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class OptimizerConfig(Section):
     name: Literal["adam", "sgd"] = "adam"
     lr: float = Field(default=1e-6, gt=0)
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), strict=False)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     clip_grad: float = Field(default=1.0, ge=0, description="global norm; 0: off")
@@ -169,7 +181,7 @@ class AgentConfig(Section):
 
     model: str = Field(description="directory of a Hugging Face model, or its hub name")
     view: str = Field(default="original", description="which view of a prompt this agent reads (data.views)")
-    seats: dict[str, str] = Field(
+    seats: dict[Name, str] = Field(
         default={}, description="name -> view: one policy answers every prompt under several names (Co-rewarding)"
     )
     template: dict[str, bool | int | str] = Field(

@@ -32,15 +32,12 @@ from megarl.types import Gold, Group, Labels, Message, Need, Prompt, Role, Rollo
 
 # what follows a question: data.views.<view>.after
 SOLVE = "\nThink it through step by step. Put your final answer in \\boxed{}."
-SOLVE_CHOICE = (
-    "\nThink it through step by step. Put the letter of your choice, A, B, C or D, and nothing else in \\boxed{}."
-)
 VERIFY = (
     "Go through this solution step by step. If one of its steps is wrong, name that step, say why it is wrong, and end "
     f'with the sentence "{WRONG}" If all of its steps hold, end with the sentence "{CORRECT}"'
 )
 REVISE = "You found that your answer was wrong. Reflect step by step and put your final answer in \\boxed{}."
-REVISE_CHOICE = (
+REVISE_CHOICE = (  # GPQA, evaluation only
     "You found that your answer was wrong. Reflect step by step and put the letter of your choice, A, B, C or D, and "
     "nothing else in \\boxed{}."
 )

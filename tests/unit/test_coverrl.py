@@ -14,9 +14,11 @@ from megarl.algos import AnyAlgorithm
 from megarl.algos.coverrl import REVISE, SOLVE, VERIFY, CoVerRL, Requests, revise_prompt, verify_prompt
 from megarl.answers.read import read_answers
 from megarl.answers.verdict import CORRECT, WRONG, read_verdict
+from megarl.diagnostics import diagnose
 from megarl.loss import TokenBatch, pg_loss
 from megarl.packing import num_sequences, pack, response_tokens
 from megarl.settings import AdvantageConfig, AnswersConfig, LossConfig
+from megarl.verification import verification
 from tests.unit.records import rollout, rollouts, stats
 
 RELEASE = CoVerRL(choose="first", even_pairs=True, min_positives=1, unverified="keep")
@@ -422,3 +424,52 @@ def test_case_b9_ten_samples_on_four_ranks():
     assert loss_of(samples, four) == pytest.approx(loss_of(samples, one), abs=1e-6)
     cut = loss_of(samples[:8], pack(samples[:8], dp=4, tokens_per_microbatch=64))  # what cutting would train on
     assert abs(cut - loss_of(samples, one)) > 1e-3
+
+
+def test_v33_metrics_of_the_verifier():
+    """Labels right [1,1,1,0,0,0,0,1], kept [1,1,0,0,0,1,1,1]; and the confusion TP 6, FN 2, TN 3, FP 5."""
+    seen, gold, groups = [], {}, []
+    for i, (right, kept) in enumerate(zip([1, 1, 1, 0, 0, 0, 0, 1], [1, 1, 0, 0, 0, 1, 1, 1], strict=True)):
+        own = solved(["7", "7", "8"], f"q{i}")
+        gold[f"q{i}"] = "7" if right else "8"
+        seen += own
+        groups += groups_of(CoVerRL(unverified="keep"), own).values() if kept else []
+    labels = CoVerRL().label(seen, None)
+    said = {True: [CORRECT] * 6 + [WRONG, "hm"], False: [WRONG] * 3 + [CORRECT] * 5}
+    judged = [r for r in seen if r.index == 0 and r.prompt.uid in ("q0", "q3")]  # one answer right, one wrong
+    for answer in judged:
+        texts = said[answer.answer == gold[answer.prompt.uid]]
+        seen += answered([verify_prompt(answer, 8)], lambda _, i, texts=texts: texts[i])
+    metrics = verification(seen, labels, groups, gold)
+    assert {k: round(v, 6) for k, v in metrics.items()} == {
+        "verifier/verified_share": 0.25,
+        "verifier/kept_share": 0.625,
+        "verifier/well_formed_share": 15 / 16,
+        "verifier/said_correct_share": 11 / 16,
+        "verifier/revisions": 0,
+        "verifier/correct_recall": 0.75,
+        "verifier/wrong_recall": 0.375,
+        "verifier/accuracy": 0.5625,
+        "verifier/precision": 0.545455,
+        "verifier/drop_rate_wrong_label": 0.5,
+        "verifier/drop_rate_right_label": 0.25,
+        "verifier/label_accuracy_kept": 0.6,
+    }
+    assert verification(solved(["7"]), labels, groups, gold) == {}
+
+
+def test_metrics_of_revisions_and_of_rewards_that_pay_for_form():
+    seen = solved(["7", "7", "8"])
+    texts = iter(["\\boxed{7}", "\\boxed{8}", "\\boxed{9}", "?", "\\boxed{7}", "\\boxed{8}"])
+    first = verdicts(CORRECT, CORRECT, WRONG, CORRECT)
+    seen, _ = turns(seen, CoVerRL(), lambda p, i: first(p, i) if p.role == "verify" else next(texts))
+    labels = CoVerRL().label(seen, None)
+    groups = list(groups_of(CoVerRL(), seen).values())
+    metrics = diagnose(seen, labels, groups, {"q": "7"}, {r.key: stats(r) for r in seen})
+    assert metrics["agent/a/verifier/revisions"] == 6
+    assert metrics["agent/a/verifier/changed_share"] == 4 / 6
+    assert metrics["agent/a/verifier/wrong_to_right"] == 2 / 6 and metrics["agent/a/verifier/right_to_wrong"] == 0
+    assert metrics["agent/a/reward/reward_accuracy"] == 1.0  # 2, 2 and 1, of which the 1 is for form
+    other = diagnose(seen, labels, groups, {"q": "8"}, {r.key: stats(r) for r in seen})
+    assert other["agent/a/reward/reward_accuracy"] == 0.0
+    assert other["agent/a/verifier/right_to_wrong"] == 4 / 6
