@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import AutoConfig
 
-from megarl import checkpoint, rollouts
+from megarl import __version__, checkpoint, rollouts
 from megarl.agents import Agents, fitting, open_agents, reshard_all, rolling
 from megarl.algos.ttrl import TTRL
 from megarl.backends.cluster import WorkerLost
@@ -292,6 +292,7 @@ def _report(cfg: RunConfig, subjects: dict[str, Subject], results: Sequence[SetR
     settings = cfg.evaluation
     verified = any("verify_accuracy" in found for s in results for found in s.scores.values())
     return Report(
+        version=__version__,
         subjects=subjects,
         sampling=settings.sampling if live else None,
         seed=cfg.seed,

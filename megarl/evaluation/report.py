@@ -6,16 +6,11 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megarl import __version__
 from megarl.algos.coverrl import Requests
 from megarl.evaluation.estimate import Estimate
 from megarl.evaluation.score import Scores
 from megarl.settings import AnswersConfig, SamplingConfig
 
-_VERDICTS = {
-    "sentence": "a verification without the exact sentence gives no verdict, and the answer stands",
-    "keywords": "a verification without the exact sentence is guessed by its words (CoVerRL's release)",
-}
 _COUNTS = ("tokens",)  # metrics that are no shares
 
 
@@ -48,6 +43,7 @@ class SetResult:
 class Report:
     """Everything that a result depends on stands beside it."""
 
+    version: str  # of megarl
     subjects: dict[str, Subject]
     sampling: SamplingConfig | None  # None: recorded rollouts do not say
     seed: int
@@ -58,7 +54,7 @@ class Report:
 
     def to_json(self) -> str:
         out = {
-            "megarl": __version__,
+            "megarl": self.version,
             "subjects": {name: asdict(s) for name, s in self.subjects.items()},
             "sampling": self.sampling and self.sampling.model_dump(),
             "seed": self.seed,
@@ -123,8 +119,9 @@ class Report:
                 f"tokens, seed {self.seed}"
             )
         if self.revise:
-            rules = ", ".join(dict.fromkeys(_VERDICTS[s.answers.verdict] for s in self.sets))
-            out.append(f"answers verified once, revised once where called wrong; {rules}")
+            rules = ", ".join(dict.fromkeys(s.answers.verdict for s in self.sets))
+            out.append(f"answers verified once, revised once where called wrong; answers.verdict: {rules}; no verdict: ")
+            out[-1] += "the answer stands"
         level = f"{self.confidence:.0%}"
         out.append(f"in brackets: {level} interval, {self.resamples} bootstrap resamples over problems")
         return out
