@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ class Candidate:
     cfg: RunConfig
     run: Path | None  # None: no run, the models as they are
     step: int  # 0: the models the run began with
+    trained_in: Mapping[str, bool]  # agent of the run -> did it train in its chat template
 
 
 def run(argv: Sequence[str]) -> int:
@@ -114,11 +115,11 @@ def _candidate(args: argparse.Namespace, sets: Sequence[ExamSet]) -> Candidate:
             )
         if args.step:
             raise ValueError(f"--step {args.step} is a step of a run: name it by --run RUN_DIR")
-        return Candidate(cfg=validate(completed(raw, sets)), run=None, step=0)
-    raw = _merged(args.run, raw)
-    if args.step == 0:
-        return Candidate(cfg=validate(raw), run=args.run, step=0)
-    return Candidate(cfg=validate(raw), run=args.run, step=checkpoint.find(args.run, args.step).step)
+        return Candidate(cfg=validate(completed(raw, sets)), run=None, step=0, trained_in={})
+    cfg, own = validate(_merged(args.run, raw)), validate(_merged(args.run, {}))
+    step = 0 if args.step == 0 else checkpoint.find(args.run, args.step).step
+    trained_in = {name: agent.chat_template for name, agent in own.agents.items()}
+    return Candidate(cfg=cfg, run=args.run, step=step, trained_in=trained_in)
 
 
 def completed(raw: dict[str, Any], sets: Sequence[ExamSet]) -> dict[str, Any]:
@@ -230,6 +231,9 @@ def _result(exam: ExamSet, samples: int, counts: dict[str, int], scores: Scores)
 def _subject(name: str, candidate: Candidate, agents: Agents) -> Subject:
     weights = f"step {candidate.step} of {candidate.run}" if candidate.run and candidate.step else "as published"
     template = "its chat template" if agents[name].chat.templated else "no template: contents joined by newlines"
+    trained_in = candidate.trained_in.get(name)
+    if trained_in is not None and trained_in != agents[name].config.chat_template:
+        template += f" (the run trains with agents.{name}.chat_template={str(trained_in).lower()})"
     return Subject(model=agents[name].config.model, weights=weights, template=template)
 
 

@@ -120,8 +120,10 @@ class Report:
             )
         if self.revise:
             rules = ", ".join(dict.fromkeys(s.answers.verdict for s in self.sets))
-            out.append(f"answers verified once, revised once where called wrong; answers.verdict: {rules}; no verdict: ")
-            out[-1] += "the answer stands"
+            out.append(
+                f"answers verified once, and revised once where called wrong; verdicts read by answers.verdict={rules}, "
+                "and without one the answer stands"
+            )
         level = f"{self.confidence:.0%}"
         out.append(f"in brackets: {level} interval, {self.resamples} bootstrap resamples over problems")
         return out

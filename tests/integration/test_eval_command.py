@@ -110,7 +110,8 @@ def test_verify_and_revise_live(run, folder):
     checks = [r for r in read(out / "rollouts" / "short.parquet") if r.prompt.role == "verify"]
     assert len(checks) == 2 * 3 * 2 and {r.prompt.messages[-1].content for r in checks} == {"Is it right"}
     assert report["subjects"]["ann"]["template"] == "its chat template"
-    assert report["subjects"]["bob"]["template"].startswith("no template")
+    template = report["subjects"]["bob"]["template"]
+    assert template.startswith("no template") and "trains with agents.bob.chat_template=true" in template
     assert "different templates" in (out / "results.md").read_text()
 
 
