@@ -123,9 +123,11 @@ def _candidate(args: argparse.Namespace, sets: Sequence[ExamSet]) -> Candidate:
 
 
 def completed(raw: dict[str, Any], sets: Sequence[ExamSet]) -> dict[str, Any]:
-    """What a run must say and an examination need not."""
-    data = {"data": sets[0].data.model_dump()} if sets else {}
-    return {"steps": 1, "algo": {"name": "ttrl"}, **data, **raw}
+    """What a run must say and an examination need not. Lengths of training are the least, so that they refuse nothing;
+    those that count are in the set and in evaluation.sampling."""
+    sampling = {"max_tokens": 1, **raw.get("sampling", {})}
+    data = {**(sets[0].data.model_dump() | {"max_prompt_tokens": 1} if sets else {}), **raw.get("data", {})}
+    return {"steps": 1, "algo": {"name": "ttrl"}, **raw, "sampling": sampling, **({"data": data} if data else {})}
 
 
 def _merged(run_dir: Path, changes: dict[str, Any]) -> dict[str, Any]:

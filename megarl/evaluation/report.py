@@ -121,8 +121,8 @@ class Report:
         if self.revise:
             rules = ", ".join(dict.fromkeys(s.answers.verdict for s in self.sets))
             out.append(
-                f"answers verified once, and revised once where called wrong; verdicts read by answers.verdict={rules}, "
-                "and without one the answer stands"
+                "answers verified once, and revised once where called wrong; verdicts read by "
+                f"answers.verdict={rules}, and without one the answer stands"
             )
         level = f"{self.confidence:.0%}"
         out.append(f"in brackets: {level} interval, {self.resamples} bootstrap resamples over problems")
