@@ -42,8 +42,9 @@ def _confusion(own: Sequence[Rollout], verdicts: Sequence[Rollout], gold: Gold) 
     judged = {r.key: r for r in own}
     truth: dict[bool, list[str | None]] = {True: [], False: []}  # is the answer right? -> what was said of it
     for v in verdicts:
-        if v.prompt.uid in gold and v.prompt.parent in judged:
-            truth[_right(judged[v.prompt.parent], gold)].append(v.answer)
+        answer = judged.get(v.prompt.parent) if v.prompt.parent is not None else None
+        if answer is not None and v.prompt.uid in gold:
+            truth[_right(answer, gold)].append(v.answer)
     hits = {True: truth[True].count("correct"), False: truth[False].count("wrong")}
     out: Metrics = {}
     if truth[True]:
