@@ -21,7 +21,7 @@ class Chat:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]  # every id that ends a response: the tokenizer's and the generation config's
     vocab_size: int  # rows of the model's embedding, without any padding
-    options: Mapping[str, bool | int | str] = field(default_factory=dict)  # arguments of the template
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of the template, passed through
     plain: bool = False  # contents joined by newlines, although the tokenizer may have a template
 
     @property
