@@ -28,11 +28,14 @@ class Found:
     skipped: tuple[str, ...]
 
 
-def find(run_dir: Path) -> Found:
-    """Look for a checkpoint to resume from; partial folders are named, never used."""
+def find(run_dir: Path, step: int | None = None) -> Found:
+    """Look for a checkpoint (of ``step``, else the newest); partial folders are named, never used."""
     complete = _complete(run_dir)
     every = sorted((run_dir / "checkpoints").glob("step_*"))
-    step = max(complete, default=0)
+    if step is None:
+        step = max(complete, default=0)
+    elif step not in complete:
+        raise ValueError(f"{run_dir}: no complete checkpoint of step {step}; there are {sorted(complete)}")
     return Found(complete.get(step), step, tuple(path.name for path in every if path not in complete.values()))
 
 
@@ -70,8 +73,13 @@ def load(path: Path, agents: Agents, deck: Deck) -> Cursor:
         raise ValueError(f"{path} was made with other prompts, or in another order, than data.path gives now")
     if "cursor" not in state:
         raise ValueError(f"{path} does not say how far the deck was dealt: an older megarl wrote it; start anew")
-    each(agents, lambda agent: agent.policy.load(path / "agents" / agent.name))
+    load_weights(path, agents)
     return Cursor(**state["cursor"])
+
+
+def load_weights(path: Path, agents: Agents) -> None:
+    """Bring the policies of ``agents`` to where the checkpoint was, whatever they are asked next."""
+    each(agents, lambda agent: agent.policy.load(path / "agents" / agent.name))
 
 
 def _complete(run_dir: Path) -> dict[int, Path]:

@@ -3,6 +3,7 @@
 Gold answers stay here. The loop hands them to a method that declares the need, and to the diagnostics.
 """
 
+import csv
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from megarl.chat import Chat
+from megarl.choices import Choices, draw_choices
 from megarl.settings import DataConfig, ViewConfig
 from megarl.types import Gold, Message, Prompt, derive
 
@@ -90,8 +92,9 @@ def open_deck(cfg: DataConfig, chats: Mapping[str, tuple[str, Chat]], seed: int)
     """Read a prompt file; ``chats`` maps agent -> (view, chat), to leave out prompts too long for any of them."""
     rows = read_rows(Path(cfg.path))[: cfg.limit]
     uids = _uids(rows, cfg, cfg.path)
-    views = {name: _view(cfg, view, rows, uids) for name, view in cfg.views.items()}
-    gold = _gold(rows, uids, cfg) if cfg.gold is not None else None
+    choices = _choices(rows, uids, cfg)
+    views = {name: _view(cfg, view, rows, uids, choices) for name, view in cfg.views.items()}
+    gold = _gold(rows, uids, cfg, choices) if cfg.gold is not None else None
     used = {(view, id(chat)): (view, chat) for view, chat in chats.values()}
     fits = [
         all(len(chat.render(views[view][row])) <= cfg.max_prompt_tokens for view, chat in used.values())
@@ -111,18 +114,21 @@ def open_deck(cfg: DataConfig, chats: Mapping[str, tuple[str, Chat]], seed: int)
 
 
 def read_rows(path: Path) -> Rows:
-    """Rows of a .parquet, .jsonl or .json file (a list of objects)."""
+    """Rows of a .parquet, .jsonl, .json (a list of objects) or .csv file (with a header)."""
     if not path.is_file():
         raise ValueError(f"data.path={path}: no such file")
     if path.suffix == ".parquet":
         return pq.read_table(path).to_pylist()
+    if path.suffix == ".csv":
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return list(csv.DictReader(file))
     if path.suffix == ".jsonl":
         lines = path.read_text(encoding="utf-8").split("\n")
         rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     elif path.suffix == ".json":
         rows = _parse(path.read_text(encoding="utf-8"), str(path))
     else:
-        raise ValueError(f"data.path={path}: unknown suffix {path.suffix!r}; known: .parquet, .jsonl, .json")
+        raise ValueError(f"data.path={path}: unknown suffix {path.suffix!r}; known: .parquet, .jsonl, .json, .csv")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"data.path={path}: expected a list of objects")
     return rows
@@ -158,12 +164,27 @@ def _uids(rows: Rows, cfg: DataConfig, path: str) -> list[str]:
     return uids
 
 
-def _view(cfg: DataConfig, view: ViewConfig, rows: Rows, uids: Sequence[str]) -> list[tuple[Message, ...]]:
+def _choices(rows: Rows, uids: Sequence[str], cfg: DataConfig) -> list[Choices] | None:
+    """The options of every row, where prompts are multiple choice."""
+    if not cfg.wrong:
+        return None
+    if cfg.gold is None:
+        raise ValueError("data.wrong names columns of wrong options: name that of the right one in data.gold")
+    right = _column(rows, cfg.gold, cfg.path)
+    wrong = zip(*(_column(rows, name, cfg.path) for name in cfg.wrong), strict=True)
+    return [draw_choices(uid, str(r), [str(w) for w in ws]) for uid, r, ws in zip(uids, right, wrong, strict=True)]
+
+
+def _view(
+    cfg: DataConfig, view: ViewConfig, rows: Rows, uids: Sequence[str], choices: Sequence[Choices] | None
+) -> list[tuple[Message, ...]]:
     path = view.path or cfg.path
     if view.path is not None:
         rows = read_rows(Path(view.path))[: cfg.limit]
         _same_order(_uids(rows, cfg, view.path), uids, view.path, cfg.path)
-    return [_messages(value, view) for value in _column(rows, view.column or cfg.prompt, path)]
+    options = [c.text for c in choices] if choices else [""] * len(rows)
+    values = _column(rows, view.column or cfg.prompt, path)
+    return [_messages(value, view, text) for value, text in zip(values, options, strict=True)]
 
 
 def _same_order(found: Sequence[str], expected: Sequence[str], path: str, reference: str) -> None:
@@ -175,16 +196,18 @@ def _same_order(found: Sequence[str], expected: Sequence[str], path: str, refere
             raise ValueError(f"{path}: row {row} is {a!r}, but {b!r} in {reference}: views must be row-aligned")
 
 
-def _messages(value: Any, view: ViewConfig) -> tuple[Message, ...]:
+def _messages(value: Any, view: ViewConfig, options: str) -> tuple[Message, ...]:
     turns: list[Any] = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
     messages = [Message(turn["role"], turn["content"]) for turn in turns]
     last = messages[-1]
-    messages[-1] = Message(last.role, f"{view.before}{last.content}{view.after}")
+    messages[-1] = Message(last.role, f"{view.before}{last.content}{options}{view.after}")
     return tuple(messages)
 
 
-def _gold(rows: Rows, uids: Sequence[str], cfg: DataConfig) -> Gold:
+def _gold(rows: Rows, uids: Sequence[str], cfg: DataConfig, choices: Sequence[Choices] | None) -> Gold:
     assert cfg.gold is not None
+    if choices:
+        return dict(zip(uids, (c.right for c in choices), strict=True))
     values = [str(value) for value in _column(rows, cfg.gold, cfg.path)]
     if cfg.gold_after is not None:
         values = [value.rsplit(cfg.gold_after, 1)[-1].strip() for value in values]

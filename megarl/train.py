@@ -6,11 +6,12 @@ from pathlib import Path
 from megarl import checkpoint
 from megarl.advantages import overlong, spread
 from megarl.agents import Agents, learning, measure, open_agents, readers, reshard_all, rolling, update
+from megarl.collapse import new_signs, signs
 from megarl.config import RunConfig
 from megarl.deck import Cursor, Deck, open_deck
 from megarl.diagnostics import diagnose, drift, twins
-from megarl.evaluate import evaluate, open_evaluation
-from megarl.log import RunLog
+from megarl.evaluation.ask import evaluate, open_evaluation
+from megarl.log import RunLog, recent
 from megarl.refill import roll_out, trained
 from megarl.types import Need
 
@@ -60,6 +61,7 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
                 labels = algo.label(seen, deck.gold if "gold" in algo.needs else None)
                 groups = algo.reward(seen, labels, stats)
                 log.metrics(diagnose(seen, labels, groups, deck.gold, stats))
+                watch(cfg, log)
                 training, teaching = trained(cfg, groups)
                 log.agents("reward", teaching)
                 training = overlong(training, seen, limits, cfg.reward)
@@ -116,6 +118,19 @@ def greet(log: RunLog, agents: Agents, deck: Deck) -> None:
             f"{name}: {agent.config.model}, {agent.config.backend} {agent.config.layout}, {engine}, "
             f"stop ids {list(agent.chat.stop_ids)}"
         )
+
+
+def watch(cfg: RunConfig, log: RunLog) -> None:
+    """Stop (or warn) where the metrics of the steps so far show signs of collapse."""
+    if cfg.guard.on_collapse == "off":
+        return
+    # a step's metrics are those of the weights before its update, so a stop comes before more is spoilt
+    rows = [*recent(log.run_dir, cfg.guard.window), log.row]
+    log.metrics({"cohort/collapse_signs": float(len(signs(rows, cfg.seats, cfg.guard)))})
+    for text in new_signs(rows, cfg.seats, cfg.guard):
+        if cfg.guard.on_collapse == "stop":
+            raise GuardStop(f"sign of collapse: {text} (guard.on_collapse=warn goes on)")
+        log.say(f"warning: sign of collapse: {text}")
 
 
 def guard(cfg: RunConfig, log: RunLog, drifts: Mapping[str, tuple[float, float]]) -> None:

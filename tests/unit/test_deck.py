@@ -156,7 +156,7 @@ def test_more_prompts_than_the_deck_holds(tmp_path, chat):
     ("settings", "message"),
     [
         ({"path": "nowhere.jsonl"}, "no such file"),
-        ({"path": "d.csv"}, "unknown suffix '.csv'"),
+        ({"path": "d.txt"}, "unknown suffix '.txt'"),
         ({"path": "d.jsonl", "prompt": "question"}, "no 'question'; its columns: prompt, other, answer, key"),
         ({"path": "d.jsonl", "gold": "solution"}, "no 'solution'"),
         ({"path": "twice.jsonl", "id": "key"}, "'k0' stands twice"),
@@ -166,7 +166,7 @@ def test_more_prompts_than_the_deck_holds(tmp_path, chat):
 def test_bad_files_are_named(tmp_path, chat, settings, message):
     write(tmp_path / "d.jsonl")
     write(tmp_path / "twice.jsonl", [ROWS[0], ROWS[0]])
-    (tmp_path / "d.csv").write_text("prompt\n1\n")
+    (tmp_path / "d.txt").write_text("prompt\n1\n")
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt\n')
     with pytest.raises(ValueError, match=message):
         deck(chat, **{**settings, "path": str(tmp_path / settings["path"])})
