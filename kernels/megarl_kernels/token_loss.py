@@ -5,6 +5,7 @@ GSPO (2507.18071), KL estimators (joschu.net/blog/kl-approx.html). Axes: T token
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -88,11 +89,11 @@ def grpo_token_loss(  # noqa: PLR0913
         mask=mask.bool(),
         reference_logprob=reference_logprob,
         tis_weight=tis_weight,
-        sequence_tokens=_counted(mask, sequence_ids, advantage)
-        if sequence_tokens is None and terms.needs_sequence_tokens
-        else sequence_tokens,
+        sequence_tokens=sequence_tokens,
     )
     check_pack(pack)
+    if sequence_tokens is None and terms.needs_sequence_tokens:
+        pack = replace(pack, sequence_tokens=_counted(pack))
     if resolve("grpo_token_loss", backend, logprob) == "triton":
         from megarl_kernels.token_loss_triton import token_loss as fused
 
@@ -102,7 +103,7 @@ def grpo_token_loss(  # noqa: PLR0913
     return loss, dict(zip(METRICS, metrics.unbind(), strict=True))
 
 
-def _counted(mask: Tensor, sequence_ids: Tensor, advantage: Tensor) -> Tensor:
+def _counted(pack: Pack) -> Tensor:
     """Masked tokens [S]; whole numbers, so the order in which a GPU adds them does not matter."""
-    zeros = torch.zeros(advantage.shape[0], dtype=torch.int64, device=mask.device)
-    return zeros.index_add(0, sequence_ids, mask.to(torch.int64))
+    zeros = torch.zeros(pack.advantage.shape[0], dtype=torch.int64, device=pack.mask.device)
+    return zeros.index_add(0, pack.sequence_ids, pack.mask.to(torch.int64))

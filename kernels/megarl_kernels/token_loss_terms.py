@@ -42,7 +42,7 @@ class Pack:
     mask: Tensor  # bool[T]
     reference_logprob: Tensor | None  # [T]
     tis_weight: Tensor | None  # [T]
-    sequence_tokens: Tensor | None  # [S]; None only where the terms never ask for it
+    sequence_tokens: Tensor | None  # [S]; None where ``Terms.needs_sequence_tokens`` is false
 
     @property
     def dtype(self) -> torch.dtype:
