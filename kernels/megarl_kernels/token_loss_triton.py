@@ -27,6 +27,13 @@ _K2 = tl.constexpr(2)
 
 
 @triton.jit
+def _kept(VALUES, i, here, on):
+    """float32 at i where ``on``, else 0. Loaded under the bounds alone, whose mask leaves 16-byte loads whole, and
+    chosen afterwards: a masked NaN meets no arithmetic."""
+    return tl.where(on, tl.load(VALUES + i, mask=here, other=0.0).to(tl.float32), 0.0)
+
+
+@triton.jit
 def _clamp(x, low, high):
     """A NaN fails both comparisons and stays one, which min and max instructions do not promise."""
     return tl.where(x > high, high, tl.where(x < low, low, x))
@@ -84,10 +91,9 @@ def sequence_sums_kernel(LOGPROB, OLD, IDS, MASK, TIS, OUT, tokens, sequences, B
     for start in range(first, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         on = tl.load(MASK + i, mask=i < end, other=0) != 0
-        new = tl.load(LOGPROB + i, mask=on, other=0.0).to(tl.float32)
-        log_ratios += new - tl.load(OLD + i, mask=on, other=0.0).to(tl.float32)
+        log_ratios += _kept(LOGPROB, i, i < end, on) - _kept(OLD, i, i < end, on)
         if TIS is not None:
-            weights += tl.load(TIS + i, mask=on, other=0.0).to(tl.float32)
+            weights += _kept(TIS, i, i < end, on)
         else:
             weights += on.to(tl.float32)
     tl.store(OUT + sequence, tl.sum(log_ratios, 0))
@@ -144,8 +150,8 @@ def token_loss_kernel(
         here = i < tokens
         on = (tl.load(MASK + i, mask=here, other=0) != 0) & here
         z = on.to(tl.float32)
-        new = tl.load(LOGPROB + i, mask=on, other=0.0).to(tl.float32)
-        log_ratio = new - tl.load(OLD + i, mask=on, other=0.0).to(tl.float32)
+        new = _kept(LOGPROB, i, here, on)
+        log_ratio = new - _kept(OLD, i, here, on)
         sequence = tl.load(IDS + i, mask=here, other=0)
         known = on & (sequence >= 0) & (sequence < sequences)
         # an id outside gives NaN, never a plausible number
@@ -153,7 +159,7 @@ def token_loss_kernel(
         a = tl.where(on & (known == 0), float("nan"), a)
         tis = z
         if TIS is not None:
-            tis = tl.load(TIS + i, mask=on, other=0.0).to(tl.float32)
+            tis = _kept(TIS, i, here, on)
 
         weight = 1.0 / (count * norm)
         length = tl.full([BLOCK], 1.0, tl.float32)
@@ -189,7 +195,7 @@ def token_loss_kernel(
         n_high += tl.where(is_high, z, 0.0)
         weights += tis
         if REFERENCE is not None:
-            d = tl.load(REFERENCE + i, mask=on, other=0.0).to(tl.float32) - new
+            d = _kept(REFERENCE, i, here, on) - new
             value, kl_slope = _kl(_clamp(d, -_LIMIT, _LIMIT), KL)
             kls += tl.where(on, value, 0.0)
             penalty += tl.where(on, weight * value, 0.0)
@@ -317,6 +323,7 @@ def _specimen(label: str, given: tuple[str, ...], **constants: Any) -> Specimen:
             **{"per_sequence_tokens": False, "norm": 1, "SPAN": SPAN, "BLOCK": BLOCK},
             **constants,
         },
+        aligned=("tokens",),
         num_warps=WARPS,
         label=label,
     )

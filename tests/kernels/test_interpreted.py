@@ -1,0 +1,23 @@
+"""The cases of the folder ``interpreted``, in a process of their own: Triton decides at import whether to interpret."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "interpreted"
+
+
+def test_triton_kernels_in_the_interpreter():
+    cases = [str(path) for path in sorted(FOLDER.glob("*_cases.py"))]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", *cases],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 24 and "skipped" not in done.stdout
