@@ -3,12 +3,16 @@
 Axes: T tokens of a pack, S sequences, U what carries a ratio: tokens, or sequences in GSPO.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl_kernels.token_loss_terms import K3_BOUND, LOG_RATIO_BOUND, Kl, Pack, Terms
+
+_TAYLOR = 16  # highest power of d: the rest is below an ulp of float64 where |d| < 1/2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +132,24 @@ def _kl(kind: Kl, logprob: Tensor, reference: Tensor) -> Tensor:
         return -d
     if kind == "k2":
         return d.square() / 2
-    return _clamp(torch.expm1(d) - d, K3_BOUND)
+    return _clamp(_ExpLess.apply(d), K3_BOUND)  # pyright: ignore[reportArgumentType]
+
+
+class _ExpLess(torch.autograd.Function):
+    """e^d - 1 - d of nearly equal policies, where the difference has no digit left: autograd would lose the slope too."""
+
+    @staticmethod
+    def forward(ctx: Any, d: Tensor) -> Tensor:
+        ctx.save_for_backward(d)
+        series = torch.full_like(d, 1 / math.factorial(_TAYLOR))
+        for k in range(_TAYLOR - 1, 1, -1):
+            series = series * d + 1 / math.factorial(k)
+        return torch.where(d.abs() < 0.5, d.square() * series, torch.expm1(d) - d)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (d,) = ctx.saved_tensors
+        return grads[0] * torch.expm1(d)
 
 
 def _weight(pack: Pack, terms: Terms) -> Tensor:
