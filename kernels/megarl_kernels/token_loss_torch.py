@@ -102,7 +102,14 @@ def _sequences(pack: Pack, terms: Terms, log_ratio: Tensor, share: Tensor) -> Un
 
 
 def _summed(values: Tensor, ids: Tensor, sequences: int) -> Tensor:
-    """Sums [S]; in segments and not by scatter, which adds in no fixed order on a GPU."""
+    """Sums [S], each in the order of its tokens."""
+    if values.device.type == "cpu":
+        return torch.zeros(sequences, dtype=values.dtype).index_add(0, ids, values)
+    return in_segments(values, ids, sequences)
+
+
+def in_segments(values: Tensor, ids: Tensor, sequences: int) -> Tensor:
+    """The same where index_add works with atomics, whose order changes from run to run."""
     order = torch.argsort(ids, stable=True)
     return torch.segment_reduce(values[order], "sum", lengths=torch.bincount(ids, minlength=sequences))
 
@@ -121,7 +128,7 @@ def _surrogate(ratio: Tensor, advantage: Tensor, terms: Terms) -> tuple[Tensor, 
 
 
 def _clamp(values: Tensor, bound: float) -> Tensor:
-    """Clamped to +-bound with no gradient beyond it; a NaN stays one, in the gradient too (Tensor.clamp has 0 there)."""
+    """Clamped to +-bound with no gradient beyond it; a NaN stays one, and so does its gradient (not in Tensor.clamp)."""
     limit = torch.full_like(values, bound)
     return torch.where(values > bound, limit, torch.where(values < -bound, -limit, values))
 
@@ -136,7 +143,7 @@ def _kl(kind: Kl, logprob: Tensor, reference: Tensor) -> Tensor:
 
 
 class _ExpLess(torch.autograd.Function):
-    """e^d - 1 - d of nearly equal policies, where the difference has no digit left: autograd would lose the slope too."""
+    """e^d - 1 - d. Between nearly equal policies the difference has no digit left, and autograd's slope few."""
 
     @staticmethod
     def forward(ctx: Any, d: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megarl_kernels import grpo_token_loss
+from megarl_kernels.token_loss_torch import in_segments
 from tests.kernels.packs import NAN, by_definition, pack_of, run
 
 
@@ -149,6 +150,16 @@ def test_equals_the_definition(level, aggregation):
     torch.testing.assert_close(grad, want_grad[shuffled], atol=1e-30, rtol=1e-10)
 
 
+def test_sums_without_atomics_are_the_same_sums():
+    """What takes the place of index_add on a GPU."""
+    ids = torch.randint(0, 9, (300,), generator=torch.Generator().manual_seed(0)) * 2  # odd ones are empty
+    values = torch.randn(300, dtype=torch.float64, requires_grad=True)
+    sums = in_segments(values, ids, 20)
+    torch.testing.assert_close(sums, torch.zeros(20, dtype=torch.float64).index_add(0, ids, values))
+    sums.mul(torch.arange(20.0)).sum().backward()
+    assert torch.equal(values.grad, ids.double())
+
+
 def test_metrics_are_one_vector():
     pack = pack_of(300, 4)
     _, metrics, _ = run(pack, "torch", num_tokens=300, num_sequences=4)
@@ -165,7 +176,7 @@ def test_trained_nan_is_seen_in_the_gradient():
 
 
 def test_a_sequence_cut_over_ranks_is_one_sequence():
-    """case-B13 for GSPO: two ranks hold every other run of tokens; the second pass knows what both gave in the first."""
+    """case-B13 for GSPO: two ranks hold the tokens by turns; the second pass knows what both gave in the first."""
     pack = pack_of(400, 6, seed=5, spread=0.05)
     whole = torch.zeros(6).index_add(0, pack["sequence_ids"], pack["mask"].float())
     options = {

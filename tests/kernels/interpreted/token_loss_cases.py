@@ -10,6 +10,7 @@ from megarl_kernels.token_loss_terms import METRICS
 from megarl_kernels.token_loss_triton import BLOCK, SPAN
 from tests.kernels.packs import NAN, PER_TOKEN, by_definition, pack_of, run
 
+
 def check(pack, **options):
     options = {"num_tokens": 900, "num_sequences": 30, **options}
     loss, metrics, grad = run(pack, "triton", **options)
