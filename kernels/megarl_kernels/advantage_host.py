@@ -7,6 +7,8 @@ import numpy as np
 
 _NARROW = 1 << 16  # numpy sorts 16-bit keys by radix, an order of magnitude faster than wider ones
 
+_SLAB = 32768  # rewards
+
 
 def advantages(
     rewards: np.ndarray, ids: np.ndarray, *, mode: str, ddof: int, eps: float, valid: np.ndarray | None
@@ -42,10 +44,36 @@ def _order(ids: np.ndarray) -> np.ndarray:
 
 
 def _of_runs(rewards: np.ndarray, starts: np.ndarray, mode: str, ddof: int, eps: float) -> np.ndarray:
-    size = np.diff(starts, append=len(rewards))
+    factor = 1.0
+    if mode == "batch":
+        apart = rewards - rewards.mean()
+        deviation = np.sqrt((apart * apart).sum() / max(len(rewards) - ddof, 1))
+        factor = float(_inverse(deviation + eps))
+    out = np.empty(len(rewards))
+    ends = np.append(starts[1:], len(rewards))
+    # whole groups, about _SLAB rewards at once: the temporaries stay in the cache and no pages are asked for
+    cuts = np.unique(np.searchsorted(starts, np.arange(0, len(rewards), _SLAB)))
+    for first, last in zip(cuts, np.append(cuts[1:], len(starts)), strict=True):
+        if first < last:
+            here = slice(starts[first], ends[last - 1])
+            size = ends[first:last] - starts[first:last]
+            _slab(out[here], rewards[here], starts[first:last] - starts[first], size, mode, ddof, eps, factor)
+    return out
+
+
+def _slab(
+    out: np.ndarray,
+    rewards: np.ndarray,
+    starts: np.ndarray,
+    size: np.ndarray,
+    mode: str,
+    ddof: int,
+    eps: float,
+    factor: float,
+) -> None:
     count = size.astype(np.float64)
     # taken from the group's first reward, equal ones are 0 exactly, and so is whatever follows from them
-    out = rewards - np.repeat(rewards[starts], size)
+    np.subtract(rewards, np.repeat(rewards[starts], size), out=out)
     out -= np.repeat(np.add.reduceat(out, starts) / count, size)
     if mode == "grpo":
         variance = np.add.reduceat(out * out, starts) / np.maximum(count - ddof, 1)
@@ -53,11 +81,9 @@ def _of_runs(rewards: np.ndarray, starts: np.ndarray, mode: str, ddof: int, eps:
     elif mode == "rloo":
         out *= np.repeat(count / np.maximum(count - 1, 1), size)
     elif mode == "batch":
-        apart = rewards - rewards.mean()
-        out *= _inverse(np.sqrt((apart * apart).sum() / max(len(rewards) - ddof, 1)) + eps)
-    return out
+        out *= factor
 
 
-def _inverse(scale: np.ndarray) -> np.ndarray:
+def _inverse(scale: np.ndarray | np.float64) -> np.ndarray:
     """1 / scale, and 0 where scale is 0 (no spread and eps=0): what it multiplies is 0 there."""
     return np.divide(1.0, scale, out=np.zeros_like(scale), where=scale != 0)

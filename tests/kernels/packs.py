@@ -17,9 +17,9 @@ def pack_of(tokens: int, sequences: int, seed: int = 0, spread: float = 0.3) -> 
     logprob = -4 * torch.rand(tokens, generator=g)
     old = logprob + spread * torch.randn(tokens, generator=g)
     reference = logprob + spread * torch.randn(tokens, generator=g)
-    for i, (new, before, anchor) in enumerate(
-        [(-30.0, -1.0, -1.0), (-1.0, -40.0, -2.0), (-1.0, -1.0, -1.0), (-25.0, -1.0, -0.5), (-1.0, -1.0001, -1.0001)]
-    ):
+    corners = [(-30.0, -1.0, -1.0), (-1.0, -40.0, -2.0), (-1.0, -1.0, -1.0), (-25.0, -1.0, -0.5)]
+    corners += [(-1.0, -1.0001, -1.0001), (-6.0, -6.0, -1.0)]
+    for i, (new, before, anchor) in enumerate(corners):
         logprob[i::97], old[i::97], reference[i::97] = new, before, anchor
     vectors = {"logprob": logprob, "old_logprob": old, "reference_logprob": reference}
     vectors["tis_weight"] = 2 * torch.rand(tokens, generator=g)

@@ -57,6 +57,12 @@ def test_machine_code(specimen):
     assert narrow_offsets(machine.ttir) == []
 
 
+@pytest.mark.parametrize("specimen", {s.kernel.__name__: s for s in SPECIMENS}.values(), ids=lambda s: s.name)
+def test_also_for_sm_80(specimen):
+    machine = compiled(specimen, capability=80)
+    assert machine.stack == 0 and machine.count("LDL") == 0
+
+
 def narrow_offsets(ttir: str) -> list[str]:
     """Address arithmetic that would wrap at 2^31: a pointer moved by a product that was taken in 32 bits."""
     defined = dict(re.findall(r"^\s*(%[\w#]+)(?::\d+)? = (.*)$", ttir, re.M))

@@ -33,7 +33,7 @@ def test_context_parallel_and_packing_equal_one_rank(models, policy):
     batch = data.samples(seen, alone.measure(seen, frozenset({"reference"})), reference=True)
     wanted = _train(alone, batch)
     weights = data.weights(alone)
-    assert all(0 < m["clip_share"] < 1 and m["kl"] > 0 for m in wanted)
+    assert all(0 < m["clip_share"] < 1 for m in wanted) and wanted[1]["kl"] > 0  # the first update is at the reference
 
     packed, _ = policy(models["llama"], optimizer=SGD, keep_reference=True)
     assert [m["loss"] for m in _train(packed, batch, tokens=48)] == pytest.approx([m["loss"] for m in wanted], abs=1e-6)
