@@ -232,7 +232,9 @@ def token_loss_kernel(  # noqa: PLR0913
 
 def token_loss(pack: Pack, terms: Terms) -> tuple[Tensor, Tensor]:
     """The loss, and the values of METRICS in their order as one vector."""
-    if pack.logprob.numel() == 0:
+    if pack.logprob.numel() == 0:  # nothing to launch, but other ranks may wait
+        if terms.ratio_level == "sequence" and terms.context_sum is not None:
+            terms.context_sum(torch.zeros(2, pack.advantage.numel(), device=pack.logprob.device))
         return pack.logprob.float().sum(), torch.zeros(len(METRICS), device=pack.logprob.device)
     return _TokenLoss.apply(pack.logprob, pack, terms)  # pyright: ignore[reportReturnType]
 

@@ -160,6 +160,12 @@ def test_no_gradient_wanted_and_no_tokens():
     loss, metrics = grpo_token_loss(logprob, **empty, num_tokens=0, num_sequences=0, backend="triton")
     loss.backward()
     assert loss == 0 and logprob.grad.shape == (0,) and metrics["tokens"] == 0
+    asked = []
+    grpo_token_loss(
+        logprob, **empty, num_tokens=0, num_sequences=0, backend="triton", ratio_level="sequence",
+        sequence_tokens=torch.ones(2), context_sum=lambda x: asked.append(x.shape) or x,
+    )  # fmt: skip
+    assert asked == [(2, 2)]  # the other ranks of the context would wait
 
 
 def test_repeats_bit_for_bit():
