@@ -64,10 +64,15 @@ class BatchConfig(Section):
 
 
 class LossConfig(Section):
-    """Clipped surrogate with optional KL term and truncated importance sampling (algorithms: PPO, GRPO, DAPO, TIS)."""
+    """Clipped surrogate with optional KL term and truncated importance sampling (PPO, GRPO, DAPO, GSPO, TIS)."""
 
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.2, gt=0)
+    ratio_level: Literal["token", "sequence"] = Field(
+        default="token",
+        description="sequence (GSPO): one ratio per response, the geometric mean of its tokens'; clip_low and "
+        "clip_high are then about 3e-4 and 4e-4",
+    )
     dual_clip: float | None = Field(default=None, gt=1, description="bound c of the loss at negative advantages")
     kl_coef: float = Field(default=0.0, ge=0, description="beta; above 0 the initial weights are kept as reference")
     kl: Literal["k1", "k2", "k3"] = "k3"
