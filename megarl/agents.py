@@ -263,7 +263,7 @@ def _build_engine(name: str, cfg: RunConfig, chat: Chat, placement: Placement | 
     match agent.engine.backend:
         case "vllm":
             assert placement is not None
-            longest = cfg.max_prompt_tokens + cfg.sampling_of(name).max_tokens
+            longest = cfg.engine_tokens(name)
             return VllmEngine(name, agent, placement, chat, longest, cfg.vllm)
         case "reference":
             return ReferenceEngine(agent, chat)

@@ -46,7 +46,7 @@ def cuda_peak(call: Callable[[], Any]) -> int:
 def in_fresh_process(prepare: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...], repeats: int) -> dict:
     """On CPU: {"seconds", "peak_bytes"} of ``prepare(*arguments)()``, in a process of its own.
 
-    A process's peak of resident memory only rises, so the peak before the first call is that of the arguments. Functions
+    A process's peak of resident memory only rises: the peak before the first call is that of the arguments. Functions
     are those of an importable module.
     """
     context = multiprocessing.get_context("spawn")
