@@ -135,9 +135,17 @@ def diversity(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def answers(argv: Sequence[str]) -> int:
+    """Judge, extract and vote on files of answers: megarl answers judge|extract|vote IN.jsonl OUT.jsonl"""
+    from megarl.answers.command import main as run
+
+    return run(argv)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
+    "answers": answers,
     "diversity": diversity,
     "demo": demo,
 }

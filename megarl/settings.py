@@ -113,12 +113,21 @@ class SamplingConfig(Section):
     top_k: int = Field(default=0, ge=0, description="evaluation only; 0: off")
 
 
+AnswerStyle = Literal["boxed", "tag", "mark", "letter", "verdict_sentence", "verdict_boxed", "last-number"]
+
+
 class AnswersConfig(Section):
-    style: Literal["boxed", "last-number"] = "boxed"
+    """How a response is read for its answer; tag: <answer>...</answer>, mark: a line "#### 7", letter: an option."""
+
+    style: AnswerStyle = "boxed"
+    fallback: tuple[Literal["boxed", "tag", "mark", "last-number"], ...] = Field(
+        default=(), strict=False, description="styles to try in turn where the first finds nothing"
+    )
+    options: str = Field(default="ABCD", pattern="^[A-J]+$", description="of style letter")
     truncated: Literal["invalid", "read"] = Field(default="invalid", description="may a response cut by length vote?")
-    verdict: Literal["sentence", "keywords"] = Field(
+    verdict: Literal["sentence", "keywords", "boxed"] = Field(
         default="sentence",
-        description="keywords: without the exact sentence a verdict is guessed (CoVerRL release)",
+        description="keywords: without the exact sentence one is guessed (CoVerRL release); boxed: in the last box",
     )
 
 

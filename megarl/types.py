@@ -121,6 +121,7 @@ class Ballot:
     total: int  # voters
     winners: tuple[int, ...] = ()  # positions, among the voters, of those that agree with the answer
     tie: bool = False  # another class had as many votes
+    undecided: int = 0  # pairs of classes that could neither be shown equal nor different
 
     @property
     def share_parsed(self) -> float:
