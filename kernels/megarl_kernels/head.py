@@ -165,8 +165,9 @@ class _LinearFunction(torch.autograd.Function):
         plan: _Plan,
     ):
         local = moments.empty_moments(target.shape[0], options, factor.dtype, hidden.device)
+        # by every rank, also one whose shard is padding alone
+        whole = _gather(hidden, options.tp_group) if plan.gathers else hidden
         if options.columns:
-            whole = _gather(hidden, options.tp_group) if plan.gathers else hidden
             chunks = _Chunks(whole, target, options, plan.chunk_rows)
             logits = torch.empty(plan.chunk_rows, weight.shape[0], dtype=factor.dtype, device=hidden.device)
             for rows, count in chunks:
@@ -193,8 +194,8 @@ class _LinearFunction(torch.autograd.Function):
         if rows is None:
             return (None,) * 7
         found = _Gradients.of(hidden, weight, bias, target, ctx.needs_input_grad)
+        whole = _gather(hidden, ctx.options.tp_group) if ctx.plan.gathers else hidden
         if ctx.options.columns:
-            whole = _gather(hidden, ctx.options.tp_group) if ctx.plan.gathers else hidden
             _add_gradients(found, whole, weight, bias, rows, ctx.options, ctx.plan)
         d_hidden = found.hidden
         if d_hidden is not None and ctx.options.tp_group is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl_kernels.moments import BELOW, PEAK, REST, S, SQUARES, U_TARGET, Options, Rows
 
-BLOCK_BYTES = {"cpu": 2 << 20}  # of one temporary
+BLOCK_BYTES = {"cpu": 1 << 20}  # of one temporary
 OTHER_BLOCK_BYTES = 64 << 20  # on an accelerator small blocks would wait for launches
 
 

@@ -26,9 +26,16 @@ INTERPRETED_BLOCK = 1024
 
 
 @triton.jit
-def _capped(x, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """CAP * tanh(x * SCALE / CAP); tanh by a sigmoid, which has no NaN at infinity."""
-    return CAP * (2.0 * tl.sigmoid(2.0 * (x * (SCALE / CAP))) - 1.0)
+def _decay(x, SCALE: tl.constexpr, CAP: tl.constexpr):
+    """q = e^(-2 |y|) of y = x SCALE / CAP: |tanh y| = (1 - q) / (1 + q), and 1 - tanh^2 y = 4 q / (1 + q)^2."""
+    return tl.exp(-2.0 * tl.abs(x * (SCALE / CAP)))
+
+
+@triton.jit
+def _capped(x, decay, CAP: tl.constexpr):
+    """CAP tanh y; -inf stays."""
+    u = CAP * ((1.0 - decay) / (1.0 + decay))
+    return tl.where(x == float("-inf"), x, tl.where(x < 0, -u, u))
 
 
 @triton.jit
@@ -71,7 +78,7 @@ def moments_kernel(
         x = tl.load(X + c, mask=c < width, other=float("-inf")).to(tl.float32)
         x = tl.where(c < columns, x, float("-inf"))
         if CAP > 0:
-            x = tl.where(x == float("-inf"), x, _capped(x, SCALE, CAP))
+            x = _capped(x, _decay(x, SCALE, CAP), CAP)
         top = tl.max(x, 0)
         is_top = (x == top) & (x > float("-inf"))
         z = (x - tl.where(top == float("-inf"), 0.0, top)) * factor
@@ -97,7 +104,7 @@ def moments_kernel(
     here = (local >= 0) & (local < limit)
     u_target = tl.load(X + tl.where(here, local, 0), mask=here, other=float("-inf")).to(tl.float32)
     if CAP > 0:
-        u_target = tl.where(u_target == float("-inf"), u_target, _capped(u_target, SCALE, CAP))
+        u_target = _capped(u_target, _decay(u_target, SCALE, CAP), CAP)
     tl.store(OUT, peak)
     tl.store(OUT + 1, rest)
     tl.store(OUT + 2, u_target)
@@ -143,9 +150,9 @@ def gradient_kernel(
     finite = x != float("-inf")  # true of NaN, which must stay
     slope = tl.full([BLOCK], 1.0, tl.float32) * factor
     if CAP > 0:
-        decay = tl.exp(-2.0 * tl.abs(x * (SCALE / CAP)))
-        slope = slope * (SCALE * 4.0) * decay / ((1.0 + decay) * (1.0 + decay))  # 1 - tanh^2
-        x = tl.where(finite, _capped(x, SCALE, CAP), x)
+        decay = _decay(x, SCALE, CAP)
+        slope *= (SCALE * 4.0) * decay / ((1.0 + decay) * (1.0 + decay))
+        x = _capped(x, decay, CAP)
     log_p = (x - tl.load(PEAK + row)) * factor - tl.load(LOG_D + row)
     p = tl.exp(log_p)
     g_logprob = tl.load(G_LOGPROB + row)
