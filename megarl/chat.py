@@ -1,7 +1,7 @@
 """Messages to token ids and back, per tokenizer. Nothing else applies a chat template."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -20,6 +20,7 @@ class Chat:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]  # every id that ends a response: the tokenizer's and the generation config's
     vocab_size: int  # rows of the model's embedding, without any padding
+    options: Mapping[str, bool | int | str] = field(default_factory=dict)  # arguments of the template
 
     def render(self, messages: Sequence[Message]) -> np.ndarray:
         """Token ids, int32[Lp], of the conversation up to where the assistant speaks; with one BOS where the
@@ -29,7 +30,9 @@ class Chat:
         """
         if self.tokenizer.chat_template:
             turns = [{"role": m.role, "content": m.content} for m in messages]
-            text = str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+            text = str(
+                self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **self.options)
+            )
         else:
             text = "\n".join(m.content for m in messages)
         ids = [int(i) for i in self.tokenizer.encode(text, add_special_tokens=False)]
@@ -52,15 +55,17 @@ class Chat:
         return self.tokenizer.encode("a")[:1] == [self.tokenizer.bos_token_id]
 
 
-def open_chat(model: str) -> Chat:
-    """The Chat of a Hugging Face model directory or hub name; no code of the model's is run."""
+def open_chat(model: str, options: Mapping[str, bool | int | str] | None = None) -> Chat:
+    """The Chat of a Hugging Face model directory or hub name; no code of the model's is run. ``options`` go to its
+    chat template.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
         vocab_size = AutoConfig.from_pretrained(model).get_text_config().vocab_size
     except OSError as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"model {model}: no such directory, nor to be had from the hub ({reason})") from error
-    return Chat(tokenizer=tokenizer, stop_ids=_stop_ids(model, tokenizer), vocab_size=vocab_size)
+    return Chat(tokenizer=tokenizer, stop_ids=_stop_ids(model, tokenizer), vocab_size=vocab_size, options=options or {})
 
 
 def _stop_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

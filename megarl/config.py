@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from megarl.algos import AnyAlgorithm
+from megarl.algos.corewarding import CoRewarding
 from megarl.settings import (
     AdvantageConfig,
     AgentConfig,
@@ -31,6 +32,7 @@ from megarl.settings import (
     EvaluationConfig,
     GuardConfig,
     LossConfig,
+    Name,
     ReshardConfig,
     SamplingConfig,
     Section,
@@ -45,8 +47,8 @@ OmegaConf.register_new_resolver("configs", lambda: str(CONFIG_DIR), replace=True
 class RunConfig(Section):
     """Everything a run is made of."""
 
-    experiment: str = "default"
-    name: str = "run"
+    experiment: Name = "default"
+    name: Name = "run"
     output: str = Field(default="runs", description="run directories are OUTPUT/EXPERIMENT/NAME")
     seed: int = 0
     steps: int = Field(ge=1)
@@ -57,7 +59,7 @@ class RunConfig(Section):
     answers: AnswersConfig = AnswersConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
-    agents: dict[str, AgentConfig] = Field(min_length=1)
+    agents: dict[Name, AgentConfig] = Field(min_length=1)
     cluster: ClusterConfig = ClusterConfig()
     reshard: ReshardConfig = ReshardConfig()
     guard: GuardConfig = GuardConfig()
@@ -72,7 +74,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> "RunConfig":
-        self.algo.check(tuple(self.agents))
+        self._check_seats()
+        self.algo.check(self.seats)
         if "gold" in self.algo.needs and self.data.gold is None:
             raise ValueError(f"algo.name={self.algo.name} learns from true answers: name their column in data.gold")
         if self.sampling.top_p < 1 or self.sampling.top_k:
@@ -86,24 +89,48 @@ class RunConfig(Section):
         _warn_of_twins(self.agents)
         return self
 
+    def _check_seats(self) -> None:
+        if isinstance(self.algo, CoRewarding) and len(self.agents) > 1:
+            raise ValueError(
+                f"algo.name={self.algo.name} trains one policy, but there are agents {', '.join(self.agents)}: keep "
+                "one agent and give it seats (for two policies there is algo.name=corl)"
+            )
+        taken: dict[str, str] = {}
+        for name, agent in self.agents.items():
+            for seat in {name, *agent.seats}:
+                other = taken.setdefault(seat, name)
+                if other != name:
+                    raise ValueError(
+                        f"agents.{name} and agents.{other} both answer to {seat}: every name is of one agent"
+                    )
+
     def _check_agent(self, name: str, agent: AgentConfig) -> None:
         key, layout = f"agents.{name}", agent.layout
-        if agent.view not in self.data.views:
-            raise ValueError(f"{key}.view={agent.view} is none of data.views: {', '.join(self.data.views)}")
+        for seat, view in agent.seated(name).items():
+            if view not in self.data.views:
+                field = f"{key}.seats.{seat}" if agent.seats else f"{key}.view"
+                raise ValueError(f"{field}={view} is none of data.views: {', '.join(self.data.views)}")
         if layout.sp and layout.tp == 1:
             raise ValueError(f"{key}.layout.sp=true shares the work of a tensor-parallel group: it needs tp > 1")
-        longest = self.data.max_prompt_tokens + (agent.max_tokens or self.sampling.max_tokens)
+        longest = self.max_prompt_tokens + self.sampling_of(name).max_tokens
         capacity = self.batch.tokens_per_microbatch * layout.cp
-        if longest > capacity:
+        padded = -(-longest // layout.sequence_multiple) * layout.sequence_multiple
+        if padded > capacity // layout.total_multiple * layout.total_multiple:
+            whose = "data" if self.max_prompt_tokens == self.data.max_prompt_tokens else "algo"
             raise ValueError(
                 f"batch.tokens_per_microbatch={self.batch.tokens_per_microbatch} with {key}.layout.cp={layout.cp} "
-                f"holds {capacity} tokens, but a sequence may have data.max_prompt_tokens + max_tokens = {longest}: "
-                f"set it to at least {-(-longest // layout.cp)}"
+                f"holds {capacity} tokens, but a sequence may have {whose}.max_prompt_tokens + max_tokens = {longest}: "
+                f"set it to at least {-(-longest // layout.total_multiple) * layout.total_multiple // layout.cp}"
             )
         samples = self.batch.prompts_per_step * self.samples(name)
         if self.batch.updates_per_step > samples:
             raise ValueError(
                 f"batch.updates_per_step={self.batch.updates_per_step} is more than the {samples} samples of {key}"
+            )
+        if self.batch.samples_per_update is not None and agent.optimizer.schedule.per == "update":
+            raise ValueError(
+                f"{key}.optimizer.schedule.per=update needs to know the number of updates: set batch.updates_per_step "
+                "instead of batch.samples_per_update"
             )
         tp = max(layout.tp, agent.engine.tp)
         if tp > self.cluster.gpus_per_node:
@@ -111,7 +138,7 @@ class RunConfig(Section):
                 f"{key} wants tensor parallel {tp}, but cluster.gpus_per_node={self.cluster.gpus_per_node}: "
                 "a tensor-parallel group stays within a node"
             )
-        _check_against_model(key, agent)
+        _check_against_model(key, agent, longest)
 
     def _check_slots(self) -> None:
         wanted = {name: agent.slots for name, agent in self.agents.items()}
@@ -122,6 +149,20 @@ class RunConfig(Section):
                 f"agents ask for {sum(wanted.values())} GPUs or CPU slots ({asked}), but cluster.nodes * "
                 f"cluster.gpus_per_node = {available}"
             )
+
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """Names under which prompts are dealt: those of the agents, but for agents that have seats."""
+        return tuple(seat for name, agent in self.agents.items() for seat in agent.seated(name))
+
+    def agent_at(self, seat: str) -> AgentConfig:
+        """The agent that sits there."""
+        return next(agent for name, agent in self.agents.items() if seat in agent.seated(name))
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt of any turn."""
+        return self.algo.prompt_limit(self.data.max_prompt_tokens)
 
     def samples(self, agent: str) -> int:
         """Rollouts per prompt of an agent."""
@@ -137,20 +178,34 @@ class RunConfig(Section):
         return self.loss.kl_coef if own is None else own
 
 
-def _check_against_model(key: str, agent: AgentConfig) -> None:
-    """Refuse a layout that the model's own shape cannot take, where its config.json is at hand."""
+def _check_against_model(key: str, agent: AgentConfig, longest: int) -> None:
+    """Refuse a layout or lengths that the model's own shape cannot take, where its config.json is at hand."""
     file = Path(agent.model) / "config.json"
     if not file.is_file():
         return  # a hub name: the backend checks it once it is loaded
-    model = json.loads(file.read_text())
-    model = model.get("text_config", model)
-    layout = agent.layout
-    for part, size in (("num_attention_heads", layout.tp), ("num_attention_heads", agent.engine.tp)):
-        if model[part] % size:
-            raise ValueError(f"{key}: {part}={model[part]} of {agent.model} cannot be divided by tp={size}")
-    if layout.pp > model["num_hidden_layers"]:
-        layers = model["num_hidden_layers"]
-        raise ValueError(f"{key}.layout.pp={layout.pp} stages, but {agent.model} has num_hidden_layers={layers}")
+    try:
+        model = json.loads(file.read_text(encoding="utf-8"))
+        model = model.get("text_config", model)
+        heads, layers = int(model["num_attention_heads"]), int(model["num_hidden_layers"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{key}.model={agent.model}: {file} does not describe a language model ({error!r})") from error
+    groups, wide = model.get("num_key_value_heads", heads), model.get("intermediate_size", 0)
+    for field, tp in (("layout.tp", agent.layout.tp), ("engine.tp", agent.engine.tp)):
+        if heads % tp or wide % tp:
+            part, size = ("num_attention_heads", heads) if heads % tp else ("intermediate_size", wide)
+            raise ValueError(f"{key}.{field}={tp} does not divide {part}={size} of {agent.model}")
+        if groups % tp and tp % groups:
+            raise ValueError(
+                f"{key}.{field}={tp} and num_key_value_heads={groups} of {agent.model}: one must divide the other"
+            )
+    if agent.layout.pp > layers:
+        raise ValueError(f"{key}.layout.pp={agent.layout.pp} stages, but {agent.model} has num_hidden_layers={layers}")
+    positions = model.get("max_position_embeddings")
+    if positions is not None and longest > positions:
+        raise ValueError(
+            f"{key}: a sequence may have {longest} tokens (prompt + response), but {agent.model} has "
+            f"max_position_embeddings={positions}: lower data.max_prompt_tokens or max_tokens"
+        )
 
 
 def _warn_of_twins(agents: Mapping[str, AgentConfig]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from megarl.algos.common import answers_by_prompt, tally
 from megarl.answers.equal import equal
 from megarl.types import Ballot, Gold, Group, Labels, Metrics, Rollout, RolloutKey, TokenStats
+from megarl.verification import verification
 
 Ballots = Mapping[tuple[str, str], Ballot]
 
@@ -27,9 +28,10 @@ def diagnose(
     label: label_accuracy (of the prompts that have a label, the share where it is true), unlabeled_share,
     majority_share_parsed and majority_share_total (of the agent's own vote: two denominators), vote_ties (count),
     answered_share, sampled_accuracy (of all rollouts). reward: reward_mean, zero_variance_share (of groups),
-    reward_accuracy (rollouts whose reward is above 0 exactly if their answer is true). policy: entropy,
-    logprob_drift_mean and logprob_drift_max. engine: response_tokens (mean), truncated_share. cohort:
-    agreement/<a>~<b> (share of the prompts voted on by both whose majorities are equal).
+    reward_accuracy (answers that get the step's highest reward, if above 0, exactly if they are true: a method that
+    pays for form as well gives 2, 1 or 0). verifier: see verification. policy: entropy, logprob_drift_mean and
+    logprob_drift_max. engine: response_tokens (mean), truncated_share. cohort: agreement/<a>~<b> (share of the prompts
+    voted on by both whose majorities are equal).
 
     Metrics that need true answers cover the prompts that have one, and are left out where none has.
     """
@@ -44,6 +46,7 @@ def diagnose(
             **_truth(own, {k: b for k, b in labels.items() if k[0] == agent}, own_groups, gold or {}),
             **_rewards(own_groups),
             **_responses(own, stats),
+            **verification(own, {k: b for k, b in labels.items() if k[0] == agent}, own_groups, gold or {}),
         }
         if agent in drifts:
             values["policy/logprob_drift_mean"], values["policy/logprob_drift_max"] = drifts[agent]
@@ -116,12 +119,14 @@ def _truth(seen: Sequence[Rollout], labels: Labels, groups: Sequence[Group], gol
         for r in members
     }
     labeled = [(b.answer, gold[uid]) for (_, uid), b in labels.items() if b.answer is not None and uid in gold]
-    paid = [
-        (reward > 0) == right[key]
+    rewards = {
+        key: reward
         for g in groups
         for key, reward in zip(g.rollouts, g.rewards, strict=True)
         if key in right and not np.isnan(reward)
-    ]
+    }
+    highest = max(rewards.values(), default=0.0)
+    paid = [(reward == highest and reward > 0) == right[key] for key, reward in rewards.items()]
     if right:
         out["label/sampled_accuracy"] = _mean(right.values())
     if labeled:

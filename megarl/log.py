@@ -1,6 +1,7 @@
 """What a run leaves behind and what its user sees: metrics.jsonl, TensorBoard, rollouts, progress and a last table."""
 
 import json
+import math
 import platform
 import sys
 import time
@@ -37,15 +38,15 @@ class RunLog:
         self.run_dir = run_dir
         self.console = Console(stderr=True)
         self._steps = cfg.steps
-        self._slots = {name: agent.slots for name, agent in cfg.agents.items()}
+        self._slots = {seat: cfg.agent_at(seat).slots for seat in cfg.seats}
         self._tokens: dict[str, int] = {}  # of the present step's rollouts, by agent
         self._row: Metrics = {}
         self._rows: dict[str, float] = {}  # last value of every key, for the table
         self._last_step_seconds = 0.0
         for folder in ("rollouts", "checkpoints", "logs", "tensorboard"):
             (run_dir / folder).mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
-        (run_dir / "environment.json").write_text(json.dumps(environment(), indent=1))
+        _replace(run_dir / "config.yaml", yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
+        _replace(run_dir / "environment.json", json.dumps(environment(), indent=1))
         self._forget_from(start)
         self._metrics = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start)
@@ -151,7 +152,8 @@ class RunLog:
 
     def _write(self, step: int) -> None:
         row = {"step": step, **dict(sorted(self._row.items()))}
-        self._metrics.write(json.dumps(row) + "\n")
+        finite = {key: value if math.isfinite(value) else None for key, value in row.items()}  # JSON has no NaN
+        self._metrics.write(json.dumps(finite) + "\n")
         self._metrics.flush()
         for key, value in self._row.items():
             self._board.add_scalar(key, value, step)
@@ -163,26 +165,35 @@ class RunLog:
         file = self.run_dir / "metrics.jsonl"
         if file.is_file():
             kept = [line for line in file.read_text().splitlines() if _step_of(line) < start]
-            file.write_text("".join(f"{line}\n" for line in kept))
+            _replace(file, "".join(f"{line}\n" for line in kept))
         for path in (self.run_dir / "rollouts").glob("step_*.parquet"):
             if int(path.stem.removeprefix("step_")) >= start:
                 path.unlink()
 
 
 def read_metrics(run_dir: Path) -> list[Metrics]:
-    """Rows of a run's metrics.jsonl, by step."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """Rows of a run's metrics.jsonl, by step; null is NaN: a value that was not finite."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]
 
 
 def environment() -> dict[str, object]:
     """Versions and machine of a run; no secrets, no environment variables."""
-    installed = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
+    named = [(d.metadata["Name"], d.version) for d in metadata.distributions()]
+    installed = {name.lower(): found for name, found in named if name}  # a folder half removed has no name
     return {
         "megarl": __version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "packages": {name: installed[name] for name in _PACKAGES if name in installed},
     }
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all: a kill in between leaves the old one."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def _step_of(line: str) -> float:

@@ -32,8 +32,4 @@ def warmup_steps(schedule: ScheduleConfig, total: int) -> int:
     """Warmup in steps: an integer is that, a share of the run is rounded."""
     if isinstance(schedule.warmup, int):
         return schedule.warmup
-    if schedule.warmup >= 1:
-        raise ValueError(
-            f"optimizer.schedule.warmup={schedule.warmup}: a share of the run is below 1, a number of steps an integer"
-        )
     return round(schedule.warmup * total)

@@ -5,9 +5,12 @@ step, per update), memory numbers are per rank and in tokens.
 """
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# what becomes a folder, a metric's key or an actor's name
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._+-]*$", max_length=100)]
 
 
 class Section(BaseModel):
@@ -24,6 +27,25 @@ class BatchConfig(Section):
     )
     tokens_per_microbatch: int = Field(default=16384, ge=1, description="tokens per rank in one packed forward pass")
     updates_per_step: int = Field(default=1, ge=1, description="optimizer steps per step, each on an equal part")
+
+    samples_per_update: int | None = Field(
+        default=None, ge=1, description="instead of updates_per_step: as many equal parts as none is larger than this"
+    )
+
+    def updates(self, samples: int) -> int:
+        """Optimizer steps of a step with so many training samples."""
+        if self.samples_per_update is None:
+            return self.updates_per_step
+        return max(1, -(-samples // self.samples_per_update))
+
+    @model_validator(mode="after")
+    def _one_rule_of_updates(self) -> "BatchConfig":
+        if self.samples_per_update is not None and self.updates_per_step != 1:
+            raise ValueError(
+                f"updates_per_step={self.updates_per_step} and samples_per_update={self.samples_per_update}: "
+                "give one of the two"
+            )
+        return self
 
     @model_validator(mode="after")
     def _no_more_trained_than_voted(self) -> "BatchConfig":
@@ -74,6 +96,10 @@ class SamplingConfig(Section):
 class AnswersConfig(Section):
     style: Literal["boxed", "last-number"] = "boxed"
     truncated: Literal["invalid", "read"] = Field(default="invalid", description="may a response cut by length vote?")
+    verdict: Literal["sentence", "keywords"] = Field(
+        default="sentence",
+        description="keywords: without the exact sentence a verdict is guessed (CoVerRL release)",
+    )
 
 
 class ScheduleConfig(Section):
@@ -84,11 +110,20 @@ class ScheduleConfig(Section):
     min_ratio: float = Field(default=0.0, ge=0, le=1, description="of the peak, at the end of the decay")
     per: Literal["step", "update"] = "step"
 
+    @model_validator(mode="after")
+    def _warmup_says_what_it_counts(self) -> "ScheduleConfig":
+        if isinstance(self.warmup, float) and self.warmup >= 1:
+            raise ValueError(f"warmup={self.warmup}: a share of the run is below 1, a number of steps an integer")
+        return self
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class OptimizerConfig(Section):
     name: Literal["adam", "sgd"] = "adam"
     lr: float = Field(default=1e-6, gt=0)
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), strict=False)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     clip_grad: float = Field(default=1.0, ge=0, description="global norm; 0: off")
@@ -146,6 +181,12 @@ class AgentConfig(Section):
 
     model: str = Field(description="directory of a Hugging Face model, or its hub name")
     view: str = Field(default="original", description="which view of a prompt this agent reads (data.views)")
+    seats: dict[Name, str] = Field(
+        default={}, description="name -> view: one policy answers every prompt under several names (Co-rewarding)"
+    )
+    template: dict[str, bool | int | str] = Field(
+        default={}, description="arguments of the chat template, e.g. {enable_thinking: true}"
+    )
     backend: Literal["megatron", "reference"] = "megatron"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     seed: int | None = Field(default=None, description="generation stream; null: from the agent's name")
@@ -155,6 +196,10 @@ class AgentConfig(Section):
     kl_coef: float | None = Field(default=None, ge=0, description="instead of loss.kl_coef")
     samples_per_prompt: int | None = Field(default=None, ge=1, description="instead of batch.samples_per_prompt")
     max_tokens: int | None = Field(default=None, ge=1, description="instead of sampling.max_tokens")
+
+    def seated(self, name: str) -> dict[str, str]:
+        """Name -> view, under which the agent called ``name`` is dealt prompts: its own, unless it has seats."""
+        return dict(self.seats) or {name: self.view}
 
     @property
     def replicas(self) -> int:

@@ -1,18 +1,30 @@
 """`megarl train`. Read this first: one step of a cohort, in the order in which it happens."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megarl import checkpoint
 from megarl.advantages import spread
-from megarl.agents import Agents, generate, learning, measure, open_agents, reshard_all, rolling, update
+from megarl.agents import (
+    Agents,
+    fitting,
+    generate,
+    learning,
+    measure,
+    open_agents,
+    readers,
+    reshard_all,
+    rolling,
+    seats,
+    update,
+)
 from megarl.answers.read import read_answers
 from megarl.config import RunConfig
 from megarl.deck import Deck, open_deck
 from megarl.diagnostics import diagnose, drift, twins
 from megarl.evaluate import evaluate, open_evaluation
 from megarl.log import RunLog
-from megarl.types import Need, Rollout, Seed
+from megarl.types import Metrics, Need, Rollout, RolloutKey, Seed
 
 
 class GuardStop(RuntimeError):
@@ -26,16 +38,16 @@ def train(cfg: RunConfig, *, resume: Path | None = None) -> Path:
     try:
         with open_agents(cfg, run_dir) as agents:
             _train(cfg, agents, log, start)
-        log.console.print(log.summary(tuple(cfg.agents)))
+        log.console.print(log.summary(tuple(dict.fromkeys((*cfg.agents, *cfg.seats)))))
     finally:
         log.close()
     return run_dir
 
 
 def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
-    deck = open_deck(cfg.data, {name: (a.config.view, a.chat) for name, a in agents.items()}, cfg.seed)
+    deck = open_deck(cfg.data, readers(agents), cfg.seed)
     exam = open_evaluation(cfg, agents)
-    algo, seats = cfg.algo, {name: a.seat for name, a in agents.items()}
+    algo = cfg.algo
     needs = (algo.needs | frozenset[Need](("entropy",))) - {"gold"}
     greet(log, agents, deck)
     if start:
@@ -46,16 +58,17 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
         with log.step(step):
             # prompts -> rollouts (every turn under the same weights)
             seen: list[Rollout] = []
+            too_long: set[tuple[str, RolloutKey | None]] = set()
             with rolling(agents):
                 if exam and cfg.evaluation.due(step):
                     with log.phase("evaluate"):
                         log.agents("eval", evaluate(cfg, agents, exam, step))
-                asks = deck.deal(step, cfg.batch.prompts_per_step, seats)
+                asks = deck.deal(step, cfg.batch.prompts_per_step, seats(agents))
                 while asks:
                     with log.phase("generate"):
                         answered = generate(agents, asks, Seed(run=cfg.seed, step=step), log.seconds)
                     seen += read_answers(answered, cfg.answers)
-                    asks = algo.follow_up(seen)
+                    asks = fitting(agents, algo.follow_up(seen), too_long)
 
             with learning(agents):
                 # votes -> pseudo-labels -> rewards -> advantages
@@ -67,6 +80,7 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
                 samples = spread(
                     groups, seen, stats, cfg.advantage, train_samples_per_prompt=cfg.batch.train_samples_per_prompt
                 )
+                log.agents("engine", unasked(agents, too_long))
                 log.metrics(diagnose(seen, labels, groups, deck.gold, stats))
                 for text in twins(seen):
                     log.say(f"warning: {text}")
@@ -86,6 +100,11 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
     if exam:
         with log.step(cfg.steps), rolling(agents):
             log.agents("eval", evaluate(cfg, agents, exam, cfg.steps))
+
+
+def unasked(agents: Agents, too_long: Collection[tuple[str, RolloutKey | None]]) -> dict[str, Metrics]:
+    """Per agent: how many follow-up prompts were too long to be asked; where there was none nothing is said."""
+    return {name: {"prompts_too_long": float(n)} for name in agents if (n := sum(a == name for a, _ in too_long))}
 
 
 def prepare(cfg: RunConfig, resume: Path | None) -> tuple[Path, int]:
@@ -125,12 +144,13 @@ def greet(log: RunLog, agents: Agents, deck: Deck) -> None:
 def guard(cfg: RunConfig, log: RunLog, drifts: Mapping[str, tuple[float, float]]) -> None:
     """Stop (or warn) where engine and policy disagree about the tokens that were sampled."""
     for name, (mean, largest) in drifts.items():
-        limit = cfg.guard.drift_float32 if cfg.agents[name].dtype == "float32" else cfg.guard.drift_bfloat16
+        dtype = cfg.agent_at(name).dtype
+        limit = cfg.guard.drift_float32 if dtype == "float32" else cfg.guard.drift_bfloat16
         if mean <= limit:  # false for NaN too
             continue
         text = (
             f"agent {name}: engine and policy differ by {mean:.2g} (mean; at most {largest:.2g}) in the logprobs of "
-            f"sampled tokens; the limit for {cfg.agents[name].dtype} is {limit:g}"
+            f"sampled tokens; the limit for {dtype} is {limit:g}"
         )
         if cfg.guard.on_drift == "stop":
             raise GuardStop(text)

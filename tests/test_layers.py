@@ -16,7 +16,7 @@ PURE = tuple(
     f"megarl.{name}"
     for name in (
         *("types", "settings", "config", "algos", "answers", "deck", "chat", "packing", "loss", "advantages"),
-        *("schedule", "diagnostics", "rollouts", "planning", "views", "diversity"),
+        *("schedule", "diagnostics", "verification", "rollouts", "planning", "views", "diversity"),
     )
 )
 ROOT_MODULES_OF_PURE = (*PURE, "megarl_kernels")

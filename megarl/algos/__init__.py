@@ -5,12 +5,14 @@ from typing import Annotated, ClassVar, Protocol
 
 from pydantic import Field
 
+from megarl.algos.corewarding import CoRewarding
 from megarl.algos.corl import CoRL
+from megarl.algos.coverrl import CoVerRL
 from megarl.algos.rlvr import RLVR
 from megarl.algos.ttrl import TTRL
 from megarl.types import Gold, Group, Labels, Need, Prompt, Rollout, RolloutKey, TokenStats
 
-AnyAlgorithm = Annotated[RLVR | TTRL | CoRL, Field(discriminator="name")]
+AnyAlgorithm = Annotated[RLVR | TTRL | CoRL | CoVerRL | CoRewarding, Field(discriminator="name")]
 
 
 class Algorithm(Protocol):
@@ -20,6 +22,10 @@ class Algorithm(Protocol):
 
     def check(self, agents: Sequence[str]) -> None:
         """Raise ValueError where the method cannot run with agents of these names."""
+        ...
+
+    def prompt_limit(self, question: int) -> int:
+        """Longest prompt of any turn, in tokens, where a question has at most ``question``."""
         ...
 
     def follow_up(self, seen: Sequence[Rollout]) -> list[Prompt]:

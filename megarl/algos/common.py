@@ -19,6 +19,10 @@ class OneTurn(Section):
         if not agents:
             raise ValueError("agents is empty: a run needs at least one")
 
+    def prompt_limit(self, question: int) -> int:
+        """There is no longer prompt than the question."""
+        return question
+
     def follow_up(self, seen: Sequence[Rollout]) -> list[Prompt]:
         """No second turn."""
         return []

@@ -65,18 +65,26 @@ class CoRL(OneTurn):
     def label(self, seen: Sequence[Rollout], gold: Gold | None) -> Labels:
         """(agent, uid) -> the ballot of that agent's teacher on the same prompt.
 
-        Raises where agent and teacher did not get the same prompts in the same order: labels of other prompts would
-        look like noise and train.
+        Raises where agent and teacher did not get the same prompts in the same order.
         """
-        ballots = tally(seen)
-        dealt = uids_by_agent(ballots)
-        for agent, uids in dealt.items():
-            _aligned(agent, uids, self.teachers[agent], dealt.get(self.teachers[agent], []))
-        return {(agent, uid): ballots[self.teachers[agent], uid] for agent, uid in ballots}
+        return taught(seen, self.teachers)
 
     def reward(self, seen: Sequence[Rollout], labels: Labels, stats: Mapping[RolloutKey, TokenStats]) -> list[Group]:
         """1 where the answer equals the label."""
         return agreement(seen, labels)
+
+
+def taught(seen: Sequence[Rollout], teachers: Mapping[str, str]) -> Labels:
+    """(agent, uid) -> the ballot of that agent's teacher on the same prompt.
+
+    Raises where the two did not get the same prompts in the same order: labels of other prompts would look like noise
+    and train.
+    """
+    ballots = tally(seen)
+    dealt = uids_by_agent(ballots)
+    for agent, uids in dealt.items():
+        _aligned(agent, uids, teachers[agent], dealt.get(teachers[agent], []))
+    return {(agent, uid): ballots[teachers[agent], uid] for agent, uid in ballots}
 
 
 def _ring_from(first: str, teachers: Mapping[str, str]) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megarl.answers.clean import matching
 from megarl.answers.equal import MAX_LENGTH, canonical
+from megarl.answers.verdict import read_verdict
 from megarl.settings import AnswersConfig
 from megarl.types import Rollout
 
@@ -19,10 +20,15 @@ def read_answers(rollouts: Sequence[Rollout], cfg: AnswersConfig) -> list[Rollou
     """The rollouts with ``answer`` and ``well_formed`` filled in, in their order.
 
     Responses that were aborted have no answer; neither have those cut by length, unless cfg.truncated is "read": an
-    early box in a response that had not ended is usually one that it would have taken back.
+    early box in a response that had not ended is usually one that it would have taken back. The answer of a "verify"
+    turn is its verdict, which stands at the very end: where that can be read nothing is missing.
     """
     out = []
     for r in rollouts:
+        if r.prompt.role == "verify":
+            verdict, well_formed = read_verdict(r.text, keywords=cfg.verdict == "keywords")
+            out.append(replace(r, answer=verdict, well_formed=well_formed))
+            continue
         complete = r.stop == "end" or (r.stop == "length" and cfg.truncated == "read")
         answer = read_answer(r.text, cfg) if complete else None
         out.append(replace(r, answer=answer, well_formed=answer is not None))

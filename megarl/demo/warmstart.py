@@ -55,9 +55,10 @@ class Recipe:
 
 
 def write_problems(folder: Path) -> None:
-    """Write train.jsonl and test.jsonl (prompt, answer, id): 2000 problems to train on, 500 others to be judged by.
+    """Write train.jsonl and test.jsonl: 2000 problems to train on, 500 others to be judged by.
 
-    Either school misleads on the same share of both.
+    Columns: prompt, swapped (the same sum the other way round), answer, id. Either school misleads on the same share of
+    both files.
     """
     strata: dict[tuple[bool, ...], list[Problem]] = {}
     for problem in random.Random(0).sample(PROBLEMS, len(PROBLEMS)):
@@ -68,7 +69,10 @@ def write_problems(folder: Path) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, problems in parts.items():
-        rows = [{"prompt": question(p), "answer": str(sum(p)), "id": "+".join(map(str, p))} for p in problems]
+        rows = [
+            {"prompt": question(p), "swapped": question(p[::-1]), "answer": str(sum(p)), "id": "+".join(map(str, p))}
+            for p in problems
+        ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -84,36 +85,46 @@ def test_the_cohort_trains_and_engines_agree_with_policies(plain):
     assert logs >= {"ann-policy-0.log", "ann-policy-1.log", "bob-policy-1.log", "ann-engine-0.log", "bob-engine-0.log"}
 
 
-@pytest.mark.parametrize("moment", ["saving", "stepping"])
-def test_killed_and_resumed_is_never_stopped(folder, plain, moment):
-    """kill -9 of the driver and all it started; then --resume: every metric and weight equal, bit for bit."""
-    name = f"killed-{moment}"
-    config = folder / f"{name}.yaml"
-    config.write_text(yaml.safe_dump(raw(folder, name=name)))
-    run_dir = folder / "runs" / "test" / name
-    code = "import os, signal, yaml; from megarl import checkpoint; from megarl.config import validate\n"
-    if moment == "saving":  # the policies are written, the checkpoint is not closed
-        code += "checkpoint._write_through = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-    code += f"from megarl.train import train; train(validate(yaml.safe_load(open({str(config)!r}))))"
-    with (folder / f"{name}.log").open("w") as log:
-        process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=log, stderr=log)
-    if moment == "stepping":
-        cohort.wait_for_rows(run_dir / "metrics.jsonl", 3, process)
-        time.sleep(random.random() * 0.5)
-        process.kill()
-    assert process.wait(timeout=400) == -signal.SIGKILL
-    assert len(read_metrics(run_dir)) < STEPS
-    _wait_for_the_end_of(process.pid)
-
-    done = subprocess.run(
-        [sys.executable, "-m", "megarl", "train", "--resume", str(run_dir)], capture_output=True, text=True, timeout=500
+def test_killed_twice_and_resumed_is_never_stopped(folder, plain):
+    """kill -9 of the driver and all it started, in a save and at a random moment of a step, each time resumed: every
+    metric and weight equals the run that was never stopped, bit for bit.
+    """
+    config = folder / "killed.yaml"
+    config.write_text(yaml.safe_dump(raw(folder, name="killed")))
+    run_dir = folder / "runs" / "test" / "killed"
+    # the policies are written, the checkpoint is not closed
+    in_a_save = (
+        "import os, signal, yaml; from megarl import checkpoint; from megarl.config import validate\n"
+        "checkpoint._write_through = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"from megarl.train import train; train(validate(yaml.safe_load(open({str(config)!r}))))"
     )
+    _killed(folder / "saving.log", [sys.executable, "-c", in_a_save])
+    assert not (run_dir / "checkpoints" / "step_2" / "COMPLETE").exists()
+
+    resume = [sys.executable, "-m", "megarl", "train", "--resume", str(run_dir)]
+    _killed(folder / "stepping.log", resume, after=lambda run: cohort.wait_for_rows(run_dir / "metrics.jsonl", 3, run))
+    assert len(read_metrics(run_dir)) < STEPS
+
+    done = subprocess.run(resume, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "resuming after step 2" in done.stdout
     assert cohort.comparable(read_metrics(run_dir)) == cohort.comparable(read_metrics(plain))
     for agent in ("ann", "bob"):
         ours, theirs = weights(run_dir, agent), weights(plain, agent)
         assert ours.keys() == theirs.keys()
         assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+
+
+def _killed(log: Path, command: list[str], after: Callable[[subprocess.Popen], None] | None = None) -> None:
+    """Run a driver in a session of its own until it is killed: by itself, or by us some time ``after``."""
+    with log.open("w") as file:
+        process = subprocess.Popen(command, start_new_session=True, stdout=file, stderr=file)
+    if after is not None:
+        after(process)
+        time.sleep(random.random() * 0.5)
+        process.kill()
+    assert process.wait(timeout=400) == -signal.SIGKILL, log.read_text()[-3000:]
+    _wait_for_the_end_of(process.pid)
 
 
 def _wait_for_the_end_of(session: int) -> None:

@@ -224,3 +224,18 @@ def test_kl_coefficient_of_the_agent_wins(models):
         assert opened.update(moved, LossConfig(kl_coef=0.0), BATCH, [1e-3])["kl_loss"] > 0.01
     finally:
         ranks.close()
+
+
+def test_the_token_budget_is_per_context_parallel_rank(models, policy):
+    """A sequence of 200 tokens and a budget of 128: two context-parallel ranks hold it, with its numbers; one not."""
+    seen = data.rollouts(3)
+    ids, prompt_ids = np.arange(190, dtype=np.int32) % 128, np.arange(10, dtype=np.int32)
+    seen[1] = dataclasses.replace(seen[1], prompt_ids=prompt_ids, token_ids=ids, logprobs=np.full(190, -3, np.float32))
+    alone, _ = policy(models["llama"], tokens=128)
+    with pytest.raises(ValueError, match="200"):
+        alone.measure(seen, frozenset())
+    halved, _ = policy(models["llama"], LayoutConfig(cp=2), optimizer=SGD, tokens=128)
+    stats = halved.measure(seen, frozenset(("entropy", "certainty")))
+    assert data.worst(stats, data.transformers_stats(models["llama"], seen, 0.7)) < 1e-4
+    metrics = halved.update(data.samples(seen, stats), LossConfig(), BATCH, [0.01])
+    assert metrics["tokens"] == sum(len(r.token_ids) for r in seen) and metrics["skipped_steps"] == 0

@@ -1,7 +1,9 @@
 """What a run may say: keys, arithmetic, layouts. Nothing here needs a GPU, Ray or a model."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,8 +49,13 @@ def test_a_valid_run_is_accepted_and_derives_the_rest():
         ({"steps": "3"}, "steps: Input should be a valid integer (given: '3')"),
         ({"steps": 0}, "steps: Input should be greater than or equal to 1 (given: 0)"),
         ({"loss": {"clip_low": float("nan")}}, "loss.clip_low"),
-        ({"algo__name": "grpo"}, "algo"),
-        ({"agents": {}}, "agents"),
+        ({"algo__name": "grpo"}, "algo: Input tag 'grpo' found using 'name' does not match any of the expected tags"),
+        ({"agents": {}}, "agents: Dictionary should have at least 1 item"),
+        ({"agents": {"a/b": {"model": "none/a"}, "b": {"model": "none/b"}}}, "agents.a/b.[key]"),
+        ({"name": "../../etc"}, "name: String should match pattern"),
+        ({"experiment": ".."}, "experiment: String should match pattern"),
+        ({"agents__a__optimizer": {"schedule": {"warmup": 10.0}}}, "warmup=10.0: a share of the run is below 1"),
+        ({"agents__a__optimizer": {"betas": [1.5, 2]}}, "agents.a.optimizer.betas.0: Input should be less than 1"),
     ],
 )
 def test_wrong_keys_and_values_are_named(changes, expected):
@@ -68,8 +75,8 @@ def test_wrong_keys_and_values_are_named(changes, expected):
         ({"agents__a__layout": {"tp": 16}}, "agents.a wants tensor parallel 16, but cluster.gpus_per_node=8"),
         ({"agents__a__layout": {"dp": 8}}, "agents ask for 9 GPUs or CPU slots (a 8 + b 1)"),
         ({"algo": {"name": "rlvr"}, "data__gold": None}, "name their column in data.gold"),
-        ({"algo__ring": ["a"]}, "ring"),
-        ({"algo__ring": ["a", "c"]}, "c"),
+        ({"algo__ring": ["a"]}, "in this ring a would teach itself"),
+        ({"algo__ring": ["a", "c"]}, "algo corl names ['a', 'c'] and the run has ['a', 'b']"),
         ({"loss": {"aggregation": "seq-mean-token-sum-norm"}}, "needs loss.max_tokens"),
         ({"evaluation": {"every_steps": 3}}, "given together"),
         ({"agents__a__engine": {"backend": "replay"}}, "engine.replay"),
@@ -81,8 +88,24 @@ def test_impossible_runs_are_refused_with_the_numbers(changes, expected):
 
 def test_layout_against_the_model(tmp_path):
     model = str(tiny.write(tmp_path / "m", "qwen2"))  # 4 layers, 4 heads
+    config = Path(model) / "config.json"
+    shape = json.loads(config.read_text())
+
+    def refused(**changes):
+        config.write_text(json.dumps(shape | changes))
+        return refusal(agents__a={"model": model, "layout": {"tp": 2, "pp": 2}}, cluster={"gpus_per_node": 9})
+
     assert "num_hidden_layers=4" in refusal(agents__a={"model": model, "layout": {"pp": 5}})
-    assert "num_attention_heads=4" in refusal(agents__a={"model": model, "layout": {"tp": 3}})
+    assert "agents.a.layout.tp=3 does not divide num_attention_heads=4" in refusal(
+        agents__a={"model": model, "layout": {"tp": 3}}
+    )
+    assert "agents.a.layout.tp=2 does not divide intermediate_size=97" in refused(intermediate_size=97)
+    assert "layout.tp=2 and num_key_value_heads=3" in refused(num_key_value_heads=3)
+    assert "max_position_embeddings=31" in refused(max_position_embeddings=31)
+    assert "does not describe a language model" in refused(num_attention_heads=None)
+    config.write_text("{")
+    assert f"{config} does not describe a language model" in refusal(agents__a={"model": model})
+    config.write_text(json.dumps(shape))
     validate(raw(**{"agents.a": {"model": model, "layout": {"tp": 2, "pp": 2}}}))
 
 
@@ -91,6 +114,10 @@ def test_context_parallel_widens_a_microbatch():
     assert "at least 16" in refusal(
         batch__tokens_per_microbatch=15, agents__a__layout={"cp": 2}, agents__b__layout={"cp": 2}
     )
+    cp3 = {"agents.a.layout": {"cp": 3}, "agents.b.layout": {"cp": 3}}
+    validate(raw(**{"batch.tokens_per_microbatch": 12, **cp3}))
+    # 33 tokens hold 32, but a sequence is padded to a multiple of 2 cp = 6: 36
+    assert "at least 12" in refusal(batch__tokens_per_microbatch=11, agents__a__layout={"cp": 3})
 
 
 def test_twins_are_warned_of():

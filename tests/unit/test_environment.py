@@ -1,11 +1,16 @@
 """The set-up script: pure parts, and its refusals."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "environment.py"
+CACHE = {key: os.environ[key] for key in ("MEGARL_CACHE", "XDG_CACHE_HOME") if key in os.environ}
 
 
 def call(*args, **env):
@@ -49,3 +54,29 @@ def test_locks_name_every_dependency_once():
         assert {"torch", "megatron-core", "megatron-bridge", "ray", "transformers"} <= set(names)
         assert "apex" not in names  # PyPI's apex is an unrelated package
         assert all("==" in line for line in lines if line and not line.startswith("#"))
+
+
+def test_every_checkout_runs_its_own_code(tmp_path):
+    """Two checkouts share the packages; neither ever imports the other's modules."""
+    ours = call("python", "cpu", HOME=os.environ.get("HOME", ""), **CACHE).stdout.strip()
+    if Path(sys.executable) != Path(ours):
+        pytest.skip("needs the environment that make setup builds")
+    other = tmp_path / "other"
+    for name in ("launch", "configs", "megarl", "kernels"):
+        shutil.copytree(ROOT / name, other / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, other / name)
+    script = [sys.executable, other / "launch" / "environment.py"]
+    subprocess.run([*script, "setup", "cpu"], check=True, capture_output=True, timeout=60)
+    theirs = subprocess.run([*script, "python", "cpu"], check=True, capture_output=True, text=True).stdout.strip()
+    assert theirs != ours
+    code = "import megarl, megarl_kernels, numpy; print(megarl.__file__, megarl_kernels.__file__)"
+    for python, root in ((theirs, other), (ours, ROOT)):
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=tmp_path, env={})
+        assert done.stdout.split() == [
+            str(root / "megarl/__init__.py"),
+            str(root / "kernels/megarl_kernels/__init__.py"),
+        ]
+    shutil.rmtree(other)
+    subprocess.run([sys.executable, SCRIPT, "setup", "cpu"], check=True, capture_output=True, timeout=60)
+    assert not Path(theirs).exists()  # a deleted checkout leaves nothing behind

@@ -36,6 +36,6 @@ def test_constant():
 
 def test_errors():
     with pytest.raises(ValueError, match=r"warmup=2\.0.*below 1"):
-        learning_rate(optimizer(1e-6, warmup=2.0), 0, 10)
+        optimizer(1e-6, warmup=2.0)
     with pytest.raises(ValueError, match="index=-1"):
         learning_rate(optimizer(1e-6), -1, 10)
