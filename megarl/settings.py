@@ -84,6 +84,19 @@ class AdvantageConfig(Section):
     eps: float = Field(default=1e-6, ge=0)
 
 
+class KernelsConfig(Section):
+    """How Megatron policies turn hidden states into logprobs, in measure and update."""
+
+    backend: Literal["auto", "torch", "triton"] = Field(default="auto", description="auto: Triton on sm_80 and newer")
+    fused_head: bool = Field(
+        default=True, description="logprobs from hidden states, chunk by chunk; false: from the logits of a whole pack"
+    )
+    workspace_bytes: int = Field(default=512 << 20, ge=1 << 16, description="of the fused head's chunks, per rank")
+    compare: bool = Field(
+        default=False, description="compute both ways, at thrice the cost, and log the largest differences"
+    )
+
+
 class SamplingConfig(Section):
     """How rollouts are drawn. Nothing is taken from a model's generation_config but its end-of-sequence ids."""
 

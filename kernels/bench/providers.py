@@ -65,7 +65,10 @@ def providers(device: torch.device) -> tuple[dict[str, Provider], dict[str, str]
     absent = {}
     others: dict[str, dict[str, Provider]] = {
         "liger_kernel": {"liger": _liger},
-        "cut_cross_entropy": {"cce": functools.partial(_cce, kind="cce"), "cce_exact": functools.partial(_cce, kind="cce_exact")},
+        "cut_cross_entropy": {
+            "cce": functools.partial(_cce, kind="cce"),
+            "cce_exact": functools.partial(_cce, kind="cce_exact"),
+        },
     }
     for package, made in others.items():
         if device.type == "cpu":

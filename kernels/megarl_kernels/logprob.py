@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megarl_kernels import moments, torch_logprob
+from megarl_kernels import logprob_torch, moments
 from megarl_kernels.dispatch import resolve
 from megarl_kernels.moments import LogprobOutput, Options
 
@@ -73,10 +73,10 @@ def vocab_parallel_logprob(  # noqa: PLR0913
 def implementation(backend: str) -> ModuleType:
     """The module whose ``fill_moments`` and ``fill_gradient`` serve."""
     if backend == "torch":
-        return torch_logprob
-    from megarl_kernels import triton_logprob  # triton may be absent where torch serves
+        return logprob_torch
+    from megarl_kernels import logprob_triton  # triton may be absent where torch serves
 
-    return triton_logprob
+    return logprob_triton
 
 
 class _LogprobFunction(torch.autograd.Function):

@@ -5,8 +5,8 @@ import torch
 
 from megarl_kernels import linear_logprob, projection, vocab_parallel_logprob
 from megarl_kernels.head import chunk_rows
-from tests.kernels import logprob_cases as cases
-from tests.kernels.logprob_cases import ALL, reference
+from tests.kernels import logprob_problems as cases
+from tests.kernels.logprob_problems import ALL, reference
 
 ROW = 1024 * 4  # bytes of one row of float32 logits in cases.check_head
 
@@ -65,7 +65,9 @@ def test_half_precision_inputs_give_float32_logits():
     target = torch.randint(0, 3000, (9,))
     want = reference(hidden.double() @ weight.double().t(), target)["logprob"]
     got = linear_logprob(hidden, weight, target).logprob
-    assert (got - want).abs().max() < 1e-5 < 1e-3 < (reference(hidden @ weight.t(), target)["logprob"] - want).abs().max()
+    assert (
+        (got - want).abs().max() < 1e-5 < 1e-3 < (reference(hidden @ weight.t(), target)["logprob"] - want).abs().max()
+    )
 
 
 def test_half_precision_weight_gradients_are_summed_in_float32():
@@ -107,7 +109,9 @@ def test_chunks_are_bounded_by_bytes_and_do_not_depend_on_the_batch():
     assert chunk_rows(weight, 100 * 4000) == 96 and chunk_rows(weight, 5 * 4000) == 5
     with pytest.raises(ValueError, match="workspace_bytes=3999 holds no row of 1000 logits: set it to at least 4000"):
         chunk_rows(weight, 3999)
-    meta = torch.empty(1000, 2, dtype=torch.bfloat16, device="meta")  # an accelerator's logits have a gradient beside them
+    meta = torch.empty(
+        1000, 2, dtype=torch.bfloat16, device="meta"
+    )  # an accelerator's logits have a gradient beside them
     assert chunk_rows(meta, 80 * 6000) == 80
 
 
@@ -202,6 +206,4 @@ def test_widened_slices_do_not_show(monkeypatch):
     monkeypatch.setattr(projection, "WIDENED_BYTES", 4 * 8 * 7)
     projection.fill_logits(hidden, weight, None, sliced)
     torch.testing.assert_close(whole, sliced, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(
-        projection.hidden_gradient(whole, weight), whole @ weight.float(), atol=1e-4, rtol=1e-5
-    )
+    torch.testing.assert_close(projection.hidden_gradient(whole, weight), whole @ weight.float(), atol=1e-4, rtol=1e-5)

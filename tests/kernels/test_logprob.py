@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from megarl_kernels import torch_logprob, vocab_parallel_logprob
-from tests.kernels import logprob_cases as cases
-from tests.kernels.logprob_cases import ALL, Case, check_logits, reference
+from megarl_kernels import logprob_torch, vocab_parallel_logprob
+from tests.kernels import logprob_problems as cases
+from tests.kernels.logprob_problems import ALL, Case, check_logits, reference
 
 
 @pytest.mark.parametrize("case", cases.logits_cases(), ids=lambda c: c.name)
@@ -114,9 +114,9 @@ def test_blocks_do_not_show(monkeypatch):
         return out.logprob.detach(), out.stats["entropy"].detach(), logits.grad
 
     whole = run()
-    monkeypatch.setitem(torch_logprob.BLOCK_BYTES, "cpu", 3 * 50 * 4)
-    assert [b.stop - b.start for b in torch_logprob.blocks(20, 50, base)] == [3, 3, 3, 3, 3, 3, 2]
-    assert [b.stop - b.start for b in torch_logprob.blocks(7, 50, base)] == [3, 4]
+    monkeypatch.setitem(logprob_torch.BLOCK_BYTES, "cpu", 3 * 50 * 4)
+    assert [b.stop - b.start for b in logprob_torch.blocks(20, 50, base)] == [3, 3, 3, 3, 3, 3, 2]
+    assert [b.stop - b.start for b in logprob_torch.blocks(7, 50, base)] == [3, 4]
     assert all(torch.equal(a, b) for a, b in zip(whole, run(), strict=True))
 
 
@@ -138,7 +138,7 @@ def test_rows_do_not_depend_on_their_batch():
 
 def test_offsets_beyond_31_bits():
     cases.far_rows("torch")
-    cases.far_gradient(torch_logprob)
+    cases.far_gradient(logprob_torch)
 
 
 def test_targets_that_are_not_aligned_or_adjacent():

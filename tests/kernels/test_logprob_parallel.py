@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megarl_kernels import linear_logprob, vocab_parallel_logprob
-from tests.kernels.logprob_cases import ALL
+from tests.kernels.logprob_problems import ALL
 
 
 def problem(vocab=10, padded=12):

@@ -17,7 +17,7 @@ def test_interpreted():
     pytest.importorskip("triton", reason="triton is not installed")
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/interpreted_logprob.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/interpreted/logprob_cases.py"],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},
         capture_output=True,
@@ -29,5 +29,5 @@ def test_interpreted():
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="here the interpreter takes CPU tensors")
 def test_compiled_kernels_refuse_cpu_tensors():
-    with pytest.raises(ValueError, match="backend='triton'.*CPU tensor"):
+    with pytest.raises(ValueError, match=r"backend='triton'.*CPU tensor"):
         vocab_parallel_logprob(torch.zeros(2, 4), torch.tensor([0, 1]), backend="triton")

@@ -6,12 +6,11 @@ depends on the vocabulary alone: the same row gives the same bits in any batch. 
 the width of the shard, which is a multiple of 16 where the head is padded, so that loads stay 16 bytes wide; columns
 of padding are masked by value.
 
-``KERNELS`` lists every kernel with the types and constants of a representative launch, for compiling ahead of time:
-``ASTSource(e.kernel, e.signature, e.constexprs, {(i,): [["tt.divisibility", 16]] for i in e.aligned})``.
+``KERNELS`` lists every kernel with the types and constants it is launched with, to be compiled without a GPU.
 """
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -19,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megarl_kernels.moments import Options, Rows
+from megarl_kernels.offline import Specimen
 
 BLOCK = 4096
 WARPS = 8
@@ -45,7 +45,7 @@ def _distance(lower, upper, factor):
 
 
 @triton.jit
-def moments_kernel(
+def moments_kernel(  # noqa: PLR0913
     X,  # logits [N, stride]
     TARGET,  # int64[N], global ids
     FACTOR,  # float32[N]
@@ -115,7 +115,7 @@ def moments_kernel(
 
 
 @triton.jit
-def gradient_kernel(
+def gradient_kernel(  # noqa: PLR0913
     X,  # logits [N, stride]
     DX,  # their gradient [N, dstride]; may be X
     TARGET,  # int64[N]
@@ -141,11 +141,14 @@ def gradient_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.arange(0, BLOCK)
+    c = tl.program_id(1) * BLOCK + i
+    X += row * stride + tl.program_id(1).to(tl.int64) * BLOCK
+    DX += row * dstride + tl.program_id(1).to(tl.int64) * BLOCK
     target = tl.load(TARGET + row)
     kept = target != ignore
     factor = tl.load(FACTOR + row)
-    x = tl.load(X + row * stride + c, mask=(c < width) & kept, other=float("-inf")).to(tl.float32)
+    x = tl.load(X + i, mask=(c < width) & kept, other=float("-inf")).to(tl.float32)
     x = tl.where(c < columns, x, float("-inf"))
     finite = x != float("-inf")  # true of NaN, which must stay
     slope = tl.full([BLOCK], 1.0, tl.float32) * factor
@@ -163,7 +166,7 @@ def gradient_kernel(
     if HAS_CERTAINTY:
         g += tl.load(G_CERTAINTY + row) * (p - 1.0 / vocab_size)
     g = tl.where(finite & kept, g * slope, 0.0)
-    tl.store(DX + row * dstride + c, g.to(DX.dtype.element_ty), mask=c < width)
+    tl.store(DX + i, g.to(DX.dtype.element_ty), mask=c < width)
 
 
 INTERPRETED = not isinstance(moments_kernel, triton.JITFunction)
@@ -240,49 +243,37 @@ def _device(like: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext()
 
 
-class Example(NamedTuple):
-    """A launch to compile for: argument types by name, constants, and which arguments are multiples of 16."""
-
-    kernel: Any
-    signature: dict[str, str]
-    constexprs: dict[str, Any]
-    aligned: tuple[int, ...]  # positions
-    num_warps: int
-
-
-def _example(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Example:
-    """``types`` of the runtime arguments in order; pointers and strides, widths and starts of a padded head align."""
-    aligned = tuple(
-        i for i, (name, kind) in enumerate(types.items()) if kind[0] == "*" or name in ("stride", "dstride", "width")
-    )
-    return Example(kernel, types | dict.fromkeys(constants, "constexpr"), constants, aligned, WARPS)
-
-
-def _examples() -> tuple[Example, ...]:
-    forward = {"stride": "i64", "width": "i32", "columns": "i32", "start": "i32", "ignore": "i32"}
-    backward = {"stride": "i64", "dstride": "i64"} | {n: t for n, t in forward.items() if n != "stride"}
+def _specimens() -> list[Specimen]:
+    """Both kernels as a padded head launches them."""
+    integers = {"width": "i32", "columns": "i32", "start": "i32", "ignore": "i32"}
     rows = ("FACTOR", "PEAK", "LOG_D", "ENTROPY", "REST_P", "G_LOGPROB", "G_ENTROPY", "G_CERTAINTY")
     found = []
-    for logits in ("*bf16", "*fp32"):
-        for cap in (0.0, 30.0):
-            found.append(
-                _example(
-                    moments_kernel,
-                    {"X": logits, "TARGET": "*i64", "FACTOR": "*fp32", "OUT": "*fp32"} | forward,
-                    {"SCALE": 1.0, "CAP": cap, "ENTROPY": True, "CERTAINTY": True, "SQUARES": True, "BLOCK": BLOCK},
-                )
-            )
-            found.append(
-                _example(
-                    gradient_kernel,
-                    {"X": logits, "DX": "*bf16", "TARGET": "*i64"}
-                    | dict.fromkeys(rows, "*fp32")
-                    | backward
-                    | {"vocab_size": "i32"},
-                    {"SCALE": 1.0, "CAP": cap, "HAS_ENTROPY": True, "HAS_CERTAINTY": True, "BLOCK": BLOCK},
-                )
-            )
-    return tuple(found)
+    for kind, cap in (("bf16", 0.0), ("bf16", 30.0), ("fp32", 0.0), ("fp32", 30.0)):
+        label = f"{kind} logits" + (", capped" if cap else "")
+        logits = {"X": f"*{kind}", "TARGET": "*i64"}
+        constants = {"SCALE": 1.0, "CAP": cap, "BLOCK": BLOCK}
+        found += [
+            Specimen(
+                kernel=moments_kernel,
+                arguments=logits | {"FACTOR": "*fp32", "OUT": "*fp32", "stride": "i64"} | integers,
+                constants=constants | {"ENTROPY": True, "CERTAINTY": True, "SQUARES": True},
+                aligned=("stride", "width"),
+                num_warps=WARPS,
+                label=label,
+            ),
+            Specimen(
+                kernel=gradient_kernel,
+                arguments=logits
+                | {"DX": "*bf16", "stride": "i64", "dstride": "i64", "vocab_size": "i32"}
+                | dict.fromkeys(rows, "*fp32")
+                | integers,
+                constants=constants | {"HAS_ENTROPY": True, "HAS_CERTAINTY": True},
+                aligned=("stride", "dstride", "width"),
+                num_warps=WARPS,
+                label=label,
+            ),
+        ]
+    return found
 
 
-KERNELS = _examples()
+KERNELS = _specimens()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megarl_kernels.moments import BELOW, PEAK, REST, S, SQUARES, U_TARGET, Options, Rows
+from megarl_kernels.moments import BELOW, PEAK, REST, SQUARES, U_TARGET, Options, Rows, S
 
 BLOCK_BYTES = {"cpu": 1 << 20}  # of one temporary
 OTHER_BLOCK_BYTES = 64 << 20  # on an accelerator small blocks would wait for launches
@@ -30,7 +30,7 @@ def blocks(rows: int, columns: int, like: Tensor) -> Iterator[slice]:
 def fill_moments(
     logits: Tensor, target: Tensor, factor: Tensor, options: Options, out: Tensor, overwrite: bool = False
 ) -> None:
-    """Moments of logits[N, Vl] into out[N, 7]. ``overwrite``: the logits, of the accumulator's dtype, may be spoiled."""
+    """Moments of logits[N, Vl] into out[N, 7]. ``overwrite``: the logits are of its dtype and may be spoiled."""
     if logits.shape[0] == 1:
         twice = out.expand(2, -1).clone()
         fill_moments(logits.expand(2, -1), target.expand(2), factor.expand(2), options, twice)

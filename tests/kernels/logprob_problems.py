@@ -1,6 +1,8 @@
 """Inputs for the logprob functions and float64 to hold them against; for torch, for Triton interpreted and on a GPU."""
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ class Case(NamedTuple):
     name: str
     logits: torch.Tensor
     target: torch.Tensor
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 def reference(logits, target, *, temperature=1.0, vocab_size=None, softcap=0.0, logit_scale=1.0):
@@ -94,7 +96,7 @@ def check_logits(case, backend, device="cpu", bound=5e-5):
     assert relative(logits.grad, expected) <= size, (case.name, relative(logits.grad, expected))
     valid = case.options.get("vocab_size", logits.shape[1])
     assert not logits.grad[:, valid:].any() and not logits.grad[target == -100].any(), case.name
-    assert torch.equal(before.nan_to_num(7.0), logits.detach().nan_to_num(7.0)), f"{case.name}: its input was written to"
+    assert torch.equal(before.nan_to_num(7.0), logits.detach().nan_to_num(7.0)), f"{case.name}: input was written to"
 
 
 def logits_cases(vocab=1537):
@@ -178,7 +180,7 @@ def check_head(backend, device="cpu", *, rows=21, hidden_size=24, vocab=1000, pa
 
 
 def far_rows(backend, device="cpu"):
-    """Rows whose offset passes 2^31 elements; few of the pages between them are ever touched. Outputs of both passes."""
+    """Rows whose offset passes 2^31 elements; few of the pages between are ever touched."""
     stride, vocab = (1 << 30) + 16, 400
     random = torch.Generator().manual_seed(0)
     near = torch.randn(3, vocab, generator=random).to(device, torch.bfloat16)

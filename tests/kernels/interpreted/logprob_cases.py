@@ -6,14 +6,14 @@ Not collected by itself: the interpreter is chosen when the kernels are imported
 import pytest
 import torch
 
-from megarl_kernels import triton_logprob, vocab_parallel_logprob
-from tests.kernels import logprob_cases as cases
+from megarl_kernels import logprob_triton, vocab_parallel_logprob
+from tests.kernels import logprob_problems as cases
 
 CASES = cases.logits_cases()
 
 
 def test_the_kernels_are_interpreted():
-    assert triton_logprob.INTERPRETED
+    assert logprob_triton.INTERPRETED
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -31,7 +31,7 @@ def test_head_against_float64_and_torch(options):
 def test_offsets_beyond_31_bits():
     """case: int32 offsets; an int32 product would leave the allocation, which ends the process."""
     cases.far_rows("triton")
-    cases.far_gradient(triton_logprob)
+    cases.far_gradient(logprob_triton)
 
 
 def test_rows_do_not_depend_on_their_batch():
