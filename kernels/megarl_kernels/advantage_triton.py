@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megarl_kernels.dispatch import launching_on
 from megarl_kernels.offline import Specimen
 
 STARTS, MEMBERS = 32, 16  # a tile: places looked at, members of each group taken at once
@@ -32,7 +33,23 @@ def _members(REWARDS, ORDER, VALID, first, length, j, MEMBERS: tl.constexpr):
 
 
 @triton.jit
-def grouped_advantage_kernel(
+def _lengths(IDS, first, own, growing, rewards, STARTS: tl.constexpr, MEMBERS: tl.constexpr):
+    """int64[STARTS]: how far each group reaches from where it begins; 0 where none begins."""
+    length = tl.zeros([STARTS], tl.int64)
+    j = tl.zeros([], tl.int64)
+    while tl.max(growing.to(tl.int32), 0) > 0:
+        place = first[:, None] + j + tl.arange(0, MEMBERS)[None, :]
+        looked = growing[:, None] & (place < rewards)
+        same = looked & (tl.load(IDS + place, mask=looked, other=0) == own[:, None])
+        found = tl.sum(same.to(tl.int64), 1)
+        length += found
+        growing = growing & (found == MEMBERS)
+        j += MEMBERS
+    return length
+
+
+@triton.jit
+def grouped_advantage_kernel(  # noqa: PLR0913
     REWARDS,
     IDS,
     ORDER,
@@ -52,18 +69,7 @@ def grouped_advantage_kernel(
     inside = first < rewards
     own = tl.load(IDS + first, mask=inside, other=0)
     before = tl.load(IDS + first - 1, mask=inside & (first > 0), other=0)
-    growing = inside & ((first == 0) | (own != before))
-
-    length = tl.zeros([STARTS], tl.int64)
-    j = tl.zeros([], tl.int64)
-    while tl.max(growing.to(tl.int32), 0) > 0:
-        place = first[:, None] + j + tl.arange(0, MEMBERS)[None, :]
-        looked = growing[:, None] & (place < rewards)
-        same = looked & (tl.load(IDS + place, mask=looked, other=0) == own[:, None])
-        found = tl.sum(same.to(tl.int64), 1)
-        length += found
-        growing = growing & (found == MEMBERS)
-        j += MEMBERS
+    length = _lengths(IDS, first, own, inside & ((first == 0) | (own != before)), rewards, STARTS, MEMBERS)
     longest = tl.max(length, 0)
 
     # relative to one of the group's own rewards: equal ones are 0 exactly, and so is whatever follows from them
@@ -99,29 +105,28 @@ def grouped_advantage_kernel(
         tl.store(OUT + where, tl.where(counts, value, 0.0), mask=belongs)
 
 
-def advantages(
-    rewards: Tensor, group_ids: Tensor, mode: str, ddof: int, eps: float, valid: Tensor | None
-) -> Tensor:
+def advantages(rewards: Tensor, group_ids: Tensor, mode: str, ddof: int, eps: float, valid: Tensor | None) -> Tensor:
     """See ``grouped_advantage``; nothing here waits for the device."""
     rewards = rewards.contiguous()
     ids, order = torch.sort(group_ids, stable=True)
     valid = None if valid is None else valid.bool().contiguous()
     scale = _batch_scale(rewards, ddof, eps, valid) if mode == "batch" else None
     out = torch.empty_like(rewards)
-    grouped_advantage_kernel[(triton.cdiv(rewards.numel(), STARTS),)](
-        rewards,
-        ids,
-        order,
-        None if valid is None else valid.view(torch.uint8),
-        scale,
-        out,
-        rewards.numel(),
-        ddof=ddof,
-        eps=eps,
-        MODE=_MODES[mode],
-        STARTS=STARTS,
-        MEMBERS=MEMBERS,
-    )
+    with launching_on(rewards):
+        grouped_advantage_kernel[(triton.cdiv(rewards.numel(), STARTS),)](
+            rewards,
+            ids,
+            order,
+            None if valid is None else valid.view(torch.uint8),
+            scale,
+            out,
+            rewards.numel(),
+            ddof=ddof,
+            eps=eps,
+            MODE=_MODES[mode],
+            STARTS=STARTS,
+            MEMBERS=MEMBERS,
+        )
     return out
 
 

@@ -3,7 +3,9 @@
 import importlib.util
 import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +58,11 @@ def _check_triton(name: str, tensor: Tensor) -> None:
             f"backend='triton': {name} got a CPU tensor, which only Triton's interpreter takes "
             "(TRITON_INTERPRET=1); 'torch' or 'auto' runs on CPU"
         )
+
+
+def launching_on(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whatever its tensors are on."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 @lru_cache(maxsize=256)

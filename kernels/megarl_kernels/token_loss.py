@@ -56,9 +56,9 @@ def grpo_token_loss(  # noqa: PLR0913
     ``context_sum`` adds a tensor up over those ranks, which all call it once per pack; the value may be the input.
     ratio_level="token" never calls it.
 
-    Positions outside ``mask`` contribute exactly 0 to loss and gradient, even where they hold NaN; a NaN inside it makes
-    loss and gradient NaN. Arithmetic, loss and metrics are float32 (float64 where ``logprob`` is). The Triton backend
-    wants ascending ``sequence_ids`` for ratio_level="sequence" and answers NaN to others.
+    Positions outside ``mask`` contribute exactly 0 to loss and gradient, even where they hold NaN; a NaN inside it
+    makes loss and gradient NaN. Arithmetic, loss and metrics are float32 (float64 where ``logprob`` is). The Triton
+    backend wants ascending ``sequence_ids`` for ratio_level="sequence" and answers NaN to others.
 
     Metrics are detached sums over this pack's masked tokens, views of one vector; add them up over packs and ranks,
     then divide by the tokens:

@@ -3,12 +3,16 @@
 Axes: T tokens of a pack, S sequences, U what carries a ratio: tokens, or sequences in GSPO.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl_kernels.token_loss_terms import K3_BOUND, LOG_RATIO_BOUND, Kl, Pack, Terms
+
+_TAYLOR = 16  # highest power of d: the rest is below an ulp of float64 where |d| < 1/2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,14 @@ def _sequences(pack: Pack, terms: Terms, log_ratio: Tensor, share: Tensor) -> Un
 
 
 def _summed(values: Tensor, ids: Tensor, sequences: int) -> Tensor:
-    """Sums [S]; in segments and not by scatter, which adds in no fixed order on a GPU."""
+    """Sums [S], each in the order of its tokens."""
+    if values.device.type == "cpu":
+        return torch.zeros(sequences, dtype=values.dtype).index_add(0, ids, values)
+    return in_segments(values, ids, sequences)
+
+
+def in_segments(values: Tensor, ids: Tensor, sequences: int) -> Tensor:
+    """The same where index_add works with atomics, whose order changes from run to run."""
     order = torch.argsort(ids, stable=True)
     return torch.segment_reduce(values[order], "sum", lengths=torch.bincount(ids, minlength=sequences))
 
@@ -117,7 +128,7 @@ def _surrogate(ratio: Tensor, advantage: Tensor, terms: Terms) -> tuple[Tensor, 
 
 
 def _clamp(values: Tensor, bound: float) -> Tensor:
-    """Clamped to +-bound with no gradient beyond it; a NaN stays one, in the gradient too (Tensor.clamp has 0 there)."""
+    """Clamped to +-bound with no gradient beyond it; a NaN stays one, and so does its gradient (not in Tensor.clamp)."""
     limit = torch.full_like(values, bound)
     return torch.where(values > bound, limit, torch.where(values < -bound, -limit, values))
 
@@ -128,7 +139,24 @@ def _kl(kind: Kl, logprob: Tensor, reference: Tensor) -> Tensor:
         return -d
     if kind == "k2":
         return d.square() / 2
-    return _clamp(torch.expm1(d) - d, K3_BOUND)
+    return _clamp(_ExpLess.apply(d), K3_BOUND)  # pyright: ignore[reportArgumentType]
+
+
+class _ExpLess(torch.autograd.Function):
+    """e^d - 1 - d. Between nearly equal policies the difference has no digit left, and autograd's slope few."""
+
+    @staticmethod
+    def forward(ctx: Any, d: Tensor) -> Tensor:
+        ctx.save_for_backward(d)
+        series = torch.full_like(d, 1 / math.factorial(_TAYLOR))
+        for k in range(_TAYLOR - 1, 1, -1):
+            series = series * d + 1 / math.factorial(k)
+        return torch.where(d.abs() < 0.5, d.square() * series, torch.expm1(d) - d)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (d,) = ctx.saved_tensors
+        return grads[0] * torch.expm1(d)
 
 
 def _weight(pack: Pack, terms: Terms) -> Tensor:

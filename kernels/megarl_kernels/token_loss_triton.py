@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megarl_kernels.dispatch import launching_on
 from megarl_kernels.offline import Specimen
 from megarl_kernels.token_loss_terms import K3_BOUND, LOG_RATIO_BOUND, METRICS, Pack, Terms
 
@@ -24,6 +25,13 @@ _METRICS = tl.constexpr(len(METRICS))
 _KL = {"k1": 1, "k2": 2, "k3": 3}
 _K1 = tl.constexpr(1)
 _K2 = tl.constexpr(2)
+
+
+@triton.jit
+def _kept(VALUES, i, here, on):
+    """float32 at i where ``on``, else 0. Loaded under the bounds alone, whose mask leaves 16-byte loads whole, and
+    chosen afterwards: a masked NaN meets no arithmetic."""
+    return tl.where(on, tl.load(VALUES + i, mask=here, other=0.0).to(tl.float32), 0.0)
 
 
 @triton.jit
@@ -84,10 +92,9 @@ def sequence_sums_kernel(LOGPROB, OLD, IDS, MASK, TIS, OUT, tokens, sequences, B
     for start in range(first, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         on = tl.load(MASK + i, mask=i < end, other=0) != 0
-        new = tl.load(LOGPROB + i, mask=on, other=0.0).to(tl.float32)
-        log_ratios += new - tl.load(OLD + i, mask=on, other=0.0).to(tl.float32)
+        log_ratios += _kept(LOGPROB, i, i < end, on) - _kept(OLD, i, i < end, on)
         if TIS is not None:
-            weights += tl.load(TIS + i, mask=on, other=0.0).to(tl.float32)
+            weights += _kept(TIS, i, i < end, on)
         else:
             weights += on.to(tl.float32)
     tl.store(OUT + sequence, tl.sum(log_ratios, 0))
@@ -95,7 +102,38 @@ def sequence_sums_kernel(LOGPROB, OLD, IDS, MASK, TIS, OUT, tokens, sequences, B
 
 
 @triton.jit
-def token_loss_kernel(
+def _looked_up(VALUES, sequence, known, on):
+    """Per-sequence values at the tokens' sequences; an id outside gives NaN, never a plausible number."""
+    values = tl.load(VALUES + sequence, mask=known, other=0.0).to(tl.float32)
+    return tl.where(on & (known == 0), float("nan"), values)
+
+
+@triton.jit
+def _surrogate(ratio, a, low: tl.constexpr, high: tl.constexpr, dual_clip: tl.constexpr):
+    """(loss, its derivative by the log-ratio, clipped below, clipped above, held by the dual clip)."""
+    is_low = (a < 0) & (ratio < low)
+    is_high = (a > 0) & (ratio > high)
+    loss = -a * tl.where(is_low, low, tl.where(is_high, high, ratio))
+    is_dual = is_low & is_high  # nowhere
+    if dual_clip is not None:
+        is_dual = (a < 0) & (loss > -a * dual_clip)
+        loss = tl.where(is_dual, -a * dual_clip, loss)
+    slope = tl.where(is_low | is_high | is_dual, 0.0, -a * ratio)
+    return loss, slope, is_low, is_high, is_dual
+
+
+@triton.jit
+def _sequence_unit(IDS, SUMS, i, sequence, length, known, on, sequences):
+    """(log-ratio, weight of the derivative) that a token shares with its sequence. The sums took ids for ascending:
+    where they are not, NaN."""
+    before = tl.load(IDS + i - 1, mask=on & (i > 0), other=0)
+    log_ratio = _looked_up(SUMS, sequence, known, on) / length
+    log_ratio = tl.where(on & (i > 0) & (before > sequence), float("nan"), log_ratio)
+    return log_ratio, _looked_up(SUMS + sequences, sequence, known, on) / length
+
+
+@triton.jit
+def token_loss_kernel(  # noqa: PLR0913
     LOGPROB,
     OLD,
     ADVANTAGE,
@@ -128,79 +166,58 @@ def token_loss_kernel(
     if COUNT is not None:
         count = tl.load(COUNT).to(tl.float32)
     count = tl.maximum(count, 1.0)  # an empty update has counts of 0 and nothing to divide
-    n_on = tl.zeros([BLOCK], tl.float32)
-    policy = tl.zeros([BLOCK], tl.float32)
-    penalty = tl.zeros([BLOCK], tl.float32)
-    ratios = tl.zeros([BLOCK], tl.float32)
-    log_ratios = tl.zeros([BLOCK], tl.float32)
-    n_low = tl.zeros([BLOCK], tl.float32)
-    n_high = tl.zeros([BLOCK], tl.float32)
-    n_dual = tl.zeros([BLOCK], tl.float32)
-    kls = tl.zeros([BLOCK], tl.float32)
-    weights = tl.zeros([BLOCK], tl.float32)
+    none = tl.zeros([BLOCK], tl.float32)
+    n_on, n_low, n_high, n_dual = none, none, none, none
+    policy, penalty, ratios, log_ratios, kls, weights = none, none, none, none, none, none
 
     for start in range(0, tl.minimum(tokens - program * SPAN, SPAN), BLOCK):
         i = program * SPAN + start + tl.arange(0, BLOCK)
         here = i < tokens
         on = (tl.load(MASK + i, mask=here, other=0) != 0) & here
         z = on.to(tl.float32)
-        new = tl.load(LOGPROB + i, mask=on, other=0.0).to(tl.float32)
-        log_ratio = new - tl.load(OLD + i, mask=on, other=0.0).to(tl.float32)
-        sequence = tl.load(IDS + i, mask=here, other=0)
-        known = on & (sequence >= 0) & (sequence < sequences)
-        # an id outside gives NaN, never a plausible number
-        a = tl.load(ADVANTAGE + sequence, mask=known, other=0.0).to(tl.float32)
-        a = tl.where(on & (known == 0), float("nan"), a)
+        new = _kept(LOGPROB, i, here, on)
+        log_ratio = new - _kept(OLD, i, here, on)
         tis = z
         if TIS is not None:
-            tis = tl.load(TIS + i, mask=on, other=0.0).to(tl.float32)
+            tis = _kept(TIS, i, here, on)
+        sequence = tl.load(IDS + i, mask=here, other=0)
+        known = on & (sequence >= 0) & (sequence < sequences)
+        a = _looked_up(ADVANTAGE, sequence, known, on)
 
-        weight = 1.0 / (count * norm)
-        length = tl.full([BLOCK], 1.0, tl.float32)
-        if SEQUENCE_TOKENS is not None:
-            length = tl.maximum(tl.load(SEQUENCE_TOKENS + sequence, mask=known, other=1).to(tl.float32), 1.0)
-        if per_sequence_tokens:
-            weight = 1.0 / (count * length)
+        weight = none + 1.0 / (count * norm)
         unit, pull = log_ratio, tis
-        if SEQUENCE_SUMS is not None:
-            unit = tl.load(SEQUENCE_SUMS + sequence, mask=known, other=0.0) / length
-            pull = tl.load(SEQUENCE_SUMS + sequences + sequence, mask=known, other=0.0) / length
-            # the sums took ids for ascending
-            before = tl.load(IDS + i - 1, mask=on & (i > 0), other=0)
-            unit = tl.where(on & (i > 0) & (before > sequence), float("nan"), unit)
-
+        if SEQUENCE_TOKENS is not None:
+            length = _looked_up(SEQUENCE_TOKENS, sequence, known, on)
+            length = tl.where(length < 1.0, 1.0, length)
+            if per_sequence_tokens:
+                weight = 1.0 / (count * length)
+            if SEQUENCE_SUMS is not None:
+                unit, pull = _sequence_unit(IDS, SEQUENCE_SUMS, i, sequence, length, known, on, sequences)
         ratio = tl.exp(_clamp(unit, -_LIMIT, _LIMIT))
-        is_low = (a < 0) & (ratio < low)
-        is_high = (a > 0) & (ratio > high)
-        loss = -a * tl.where(is_low, low, tl.where(is_high, high, ratio))
-        slope = tl.where(is_low | is_high, 0.0, -a * ratio)
-        if dual_clip is not None:
-            is_dual = (a < 0) & (loss > -a * dual_clip)
-            loss = tl.where(is_dual, -a * dual_clip, loss)
-            slope = tl.where(is_dual, 0.0, slope)
-            n_dual += tl.where(is_dual, z, 0.0)
+        loss, slope, is_low, is_high, is_dual = _surrogate(ratio, a, low, high, dual_clip)
         slope = slope * _inside(unit, _LIMIT) * pull
-
-        n_on += z
-        policy += tl.where(on, weight * tis * loss, 0.0)
-        ratios += tl.where(on, ratio, 0.0)
-        log_ratios += log_ratio
-        n_low += tl.where(is_low, z, 0.0)
-        n_high += tl.where(is_high, z, 0.0)
-        weights += tis
         if REFERENCE is not None:
-            d = tl.load(REFERENCE + i, mask=on, other=0.0).to(tl.float32) - new
-            value, kl_slope = _kl(_clamp(d, -_LIMIT, _LIMIT), KL)
-            kls += tl.where(on, value, 0.0)
-            penalty += tl.where(on, weight * value, 0.0)
+            d = _kept(REFERENCE, i, here, on) - new
+            kl, kl_slope = _kl(_clamp(d, -_LIMIT, _LIMIT), KL)
+            kls += tl.where(on, kl, 0.0)
+            penalty += tl.where(on, weight * kl, 0.0)
             slope += kl_coef * kl_slope * _inside(d, _LIMIT)
         if SLOPE is not None:
             tl.store(SLOPE + i, tl.where(on, weight * slope, 0.0), mask=here)
 
-    row = OUT + program * _METRICS
+        n_on += z
+        n_low += tl.where(is_low, z, 0.0)
+        n_high += tl.where(is_high, z, 0.0)
+        n_dual += tl.where(is_dual, z, 0.0)
+        policy += tl.where(on, weight * tis * loss, 0.0)
+        ratios += tl.where(on, ratio, 0.0)
+        log_ratios += log_ratio
+        weights += tis
+
     policy_loss = tl.sum(policy, 0)
     kl_loss = kl_coef * tl.sum(penalty, 0)
     tl.store(LOSS + program, policy_loss + kl_loss)
+    row = OUT + program * _METRICS
     tl.store(row, tl.sum(n_on, 0))
     tl.store(row + 1, policy_loss)
     tl.store(row + 2, kl_loss)
@@ -224,7 +241,8 @@ class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logprob: Tensor, pack: Pack, terms: Terms) -> tuple[Tensor, Tensor]:
         slope = torch.empty_like(logprob, memory_format=torch.contiguous_format) if logprob.requires_grad else None
-        loss, metrics = _launch(pack, terms, slope)
+        with launching_on(logprob):
+            loss, metrics = _launch(pack, terms, slope)
         ctx.save_for_backward(slope)
         ctx.mark_non_differentiable(metrics)
         return loss, metrics
@@ -317,6 +335,7 @@ def _specimen(label: str, given: tuple[str, ...], **constants: Any) -> Specimen:
             **{"per_sequence_tokens": False, "norm": 1, "SPAN": SPAN, "BLOCK": BLOCK},
             **constants,
         },
+        aligned=("tokens",),
         num_warps=WARPS,
         label=label,
     )

@@ -1,4 +1,4 @@
-"""The Triton token loss, in Triton's interpreter, against the torch path in float64. Run by test_interpreted.py."""
+"""The Triton token loss, in Triton's interpreter, against its definition in float64. Run by test_interpreted.py."""
 
 import itertools
 
@@ -8,45 +8,14 @@ import torch
 from megarl_kernels import grpo_token_loss
 from megarl_kernels.token_loss_terms import METRICS
 from megarl_kernels.token_loss_triton import BLOCK, SPAN
-
-NAN = float("nan")
-
-
-def pack_of(tokens, sequences, seed=0, spread=0.3):
-    """float32 inputs by name, with NaN wherever the mask is off, and some of every kind of trouble inside it."""
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.sort(torch.randint(0, sequences, (tokens,), generator=g)).values
-    mask = torch.rand(tokens, generator=g) > 0.25
-    logprob = -4 * torch.rand(tokens, generator=g)
-    old = logprob + spread * torch.randn(tokens, generator=g)
-    reference = logprob + spread * torch.randn(tokens, generator=g)
-    for i, (new, before, anchor) in enumerate(
-        [(-30.0, -1.0, -1.0), (-1.0, -40.0, -2.0), (-1.0, -1.0, -1.0), (-25.0, -1.0, -0.5), (-1.0, -1.0001, -1.0001)]
-    ):
-        logprob[i::97], old[i::97], reference[i::97] = new, before, anchor
-    vectors = {"logprob": logprob, "old_logprob": old, "reference_logprob": reference}
-    vectors["tis_weight"] = 2 * torch.rand(tokens, generator=g)
-    for values in vectors.values():
-        values[~mask] = NAN
-    advantage = torch.randn(sequences, generator=g)
-    advantage[::5] = 0.0
-    return {**vectors, "advantage": advantage, "sequence_ids": ids, "mask": mask}
-
-
-def run(pack, backend, **options):
-    """(loss, metrics, gradient) for an upstream gradient of 1.7."""
-    dtype = torch.float64 if backend == "torch" else torch.float32
-    tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in pack.items() if k not in options}
-    logprob = tensors.pop("logprob").clone().requires_grad_()
-    loss, metrics = grpo_token_loss(logprob, **tensors, **options, backend=backend)
-    (loss * 1.7).backward()
-    return loss.detach(), metrics, logprob.grad
+from tests.kernels.packs import NAN, PER_TOKEN, by_definition, pack_of, run
 
 
 def check(pack, **options):
     options = {"num_tokens": 900, "num_sequences": 30, **options}
     loss, metrics, grad = run(pack, "triton", **options)
-    want_loss, want_metrics, want_grad = run(pack, "torch", **options)
+    _, want_metrics, _ = run(pack, "torch", **options)
+    want_loss, want_grad = by_definition({k: v for k, v in pack.items() if k not in options}, **options)
     assert loss.dtype == torch.float32 and tuple(metrics) == METRICS
     scale = want_metrics["ratio_sum"].abs() / 900 + 1  # terms of both signs cancel in the loss
     torch.testing.assert_close(loss.double(), want_loss, atol=2e-6 * scale.item(), rtol=1e-5)
@@ -81,8 +50,16 @@ def test_options_left_out_and_counts_on_the_device():
     pack = pack_of(700, 5, seed=7)
     bare = {"reference_logprob": None, "tis_weight": None}
     check(pack, **bare)
-    check(pack, **bare, ratio_level="sequence", num_tokens=torch.tensor(900))
-    check(pack, num_tokens=0, num_sequences=torch.tensor(0.0), aggregation="seq-mean-token-sum")
+    options = {"ratio_level": "sequence", "num_sequences": 5, "num_tokens": 900}
+    want = run(pack, "torch", **bare, **options)
+    for count in (900, torch.tensor(900), torch.tensor(900.0)):
+        loss, _, grad = run(pack, "triton", **bare, **options | {"num_tokens": count})
+        torch.testing.assert_close(loss.double(), want[0], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(grad.double(), want[2], atol=1e-30, rtol=5e-5)
+    loss, _, grad = run(pack, "triton", num_tokens=0, num_sequences=torch.tensor(0.0), aggregation="seq-mean-token-sum")
+    want, _, want_grad = run(pack, "torch", num_tokens=0, num_sequences=1, aggregation="seq-mean-token-sum")
+    torch.testing.assert_close(loss.double(), want)
+    torch.testing.assert_close(grad.double(), want_grad, atol=1e-30, rtol=5e-5)
 
 
 @pytest.mark.parametrize("tokens", (1, BLOCK, SPAN + 3))
@@ -157,8 +134,7 @@ def test_a_sequence_over_two_ranks_is_one_sequence():
         "aggregation": "seq-mean-token-mean",
     }  # fmt: skip
     halves = [torch.arange(400) % 7 < 3, torch.arange(400) % 7 >= 3]
-    per_token = pack.keys() - {"advantage", "sequence_tokens"}
-    parts = [{k: v[half] if k in per_token else v for k, v in pack.items()} for half in halves]
+    parts = [{k: v[half] if k in PER_TOKEN else v for k, v in pack.items()} for half in halves]
     for backend in ("triton", "torch"):
         seen = []
         for part in parts:
