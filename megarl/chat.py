@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -36,9 +37,8 @@ class Chat:
         """
         if self.templated:
             turns = [{"role": m.role, "content": m.content} for m in messages]
-            text = str(
-                self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **self.options)
-            )
+            options: dict[str, Any] = dict(self.options)
+            text = str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options))
         else:
             text = "\n".join(m.content for m in messages)
         ids = [int(i) for i in self.tokenizer.encode(text, add_special_tokens=False)]

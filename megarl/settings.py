@@ -343,6 +343,9 @@ class GuardConfig(Section):
     drift_float32: float = Field(default=1e-4, gt=0)
     drift_bfloat16: float = Field(default=6e-2, gt=0)
     on_drift: Literal["stop", "warn"] = "stop"
+    skipped_in_a_row: int = Field(
+        default=3, ge=1, description="steps with a gradient that is not finite, one after the other, before a stop"
+    )
     on_collapse: Literal["stop", "warn", "off"] = "warn"
     window: int = Field(default=40, ge=3, description="steps that are looked back upon, the present one included")
     smooth: int = Field(default=5, ge=1, description="steps of the running mean that is judged instead of a metric")

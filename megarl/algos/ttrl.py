@@ -5,8 +5,8 @@ do not count (the release lets the empty answer vote, and win). It sharpens what
 prompts the agent gets right less than half of the time get worse.
 
 ``min_majority_share`` is the naive consistency filter tau (a baseline of CoVerRL, arXiv 2603.17775, which uses 0.1 and
-0.2): prompts whose majority is smaller do not train. Nothing replaces them, unless batch.refill_rounds asks for that; a step from which all
-are dropped makes no update.
+0.2): prompts whose majority is smaller do not train. Nothing replaces them, unless batch.refill_rounds asks for that; a
+step from which all are dropped makes no update.
 """
 
 from collections.abc import Mapping, Sequence
