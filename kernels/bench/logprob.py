@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 import measure
+import torch
 from providers import Provider, providers
+
 from megarl_kernels import moments
 
 Row = dict[str, Any]
@@ -93,6 +93,7 @@ def prepared(name: str, shape: tuple[int, int, int]) -> Callable[[], Any]:
     """One forward and backward pass of a provider on CPU, in float32."""
     device = torch.device("cpu")
     provider = providers(device)[0][name]
+    both_passes(provider, *inputs(DRY_SHAPE, device, torch.float32))  # imports, threads
     return functools.partial(both_passes, provider, *inputs(shape, device, torch.float32))
 
 

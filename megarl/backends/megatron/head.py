@@ -8,15 +8,17 @@ Axes: T tokens of a pack on this rank, H hidden size.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megarl.settings import KernelsConfig
 from megarl_kernels import LogprobOutput, linear_logprob, vocab_parallel_logprob
+
+if TYPE_CHECKING:  # the hook itself needs torch, megatron-core and the kernels alone
+    from megarl.settings import KernelsConfig
 
 IGNORED = -100
 
@@ -46,7 +48,7 @@ class Question:
     stats: tuple[str, ...]
     vocab_size: int  # true, without padding
     tp_group: ProcessGroup | None
-    kernels: KernelsConfig
+    kernels: "KernelsConfig"
     differences: Differences
 
     def shared(self) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def process(
     return answer
 
 
-def _checked(layer: torch.nn.Module, kernels: KernelsConfig) -> Any:
+def _checked(layer: torch.nn.Module, kernels: "KernelsConfig") -> Any:
     """The output layer, where it is nothing but a product with its weight."""
     if kernels.fused_head or kernels.compare:
         if type(layer) is not ColumnParallelLinear:
