@@ -119,12 +119,16 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def row_factor(temperature: float | Tensor, rows: int, options: Options, like: Tensor) -> Tensor:
     """The factor a of each row, [N]."""
     dtype = accumulator(like.dtype)
-    t = torch.as_tensor(temperature, dtype=dtype, device=like.device).detach()
+    scale = 1.0 if options.softcap > 0 else options.logit_scale
+    if not isinstance(temperature, Tensor):
+        if not temperature > 0:
+            raise ValueError(f"temperature={temperature} must be above 0")
+        return torch.full((rows,), scale / temperature, dtype=dtype, device=like.device)
+    t = temperature.detach().to(like.device, dtype)
     if t.dim() > 1 or (t.dim() == 1 and t.shape[0] != rows):
         raise ValueError(f"temperature{list(t.shape)} must be a number or one per row [{rows}]")
     if t.device.type == "cpu" and not bool((t > 0).all()):
-        raise ValueError(f"temperature={t[~(t > 0)][:1].tolist() if t.dim() else t.item()} must be above 0")
-    scale = 1.0 if options.softcap > 0 else options.logit_scale
+        raise ValueError(f"temperature={t.flatten()[~(t.flatten() > 0)][0].item()} must be above 0")
     return (scale / t).expand(rows).contiguous()
 
 

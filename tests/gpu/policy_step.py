@@ -1,7 +1,7 @@
 """One optimizer step of a small Megatron policy on one device, by the fused head and by the model's own.
 
-``python -m tests.gpu.policy_step cuda|cpu`` prints what it found as JSON. Needs torch, triton and a megatron-core wheel,
-neither Bridge nor TransformerEngine.
+``python -m tests.gpu.policy_step cuda|cpu`` prints what it found as JSON. Needs torch, triton and a megatron-core
+wheel, neither Bridge nor TransformerEngine.
 """
 
 import json
@@ -50,8 +50,8 @@ def build(device: torch.device, dtype: torch.dtype) -> SimpleNamespace:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     config = TransformerConfig(
         num_layers=2, hidden_size=256, num_attention_heads=8, num_query_groups=4, ffn_hidden_size=512,
-        normalization="RMSNorm", gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
-        hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype, bf16=dtype == torch.bfloat16,
+        normalization="RMSNorm", gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype, bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype, use_cpu_initialization=device.type == "cpu", calculate_per_token_loss=True,
         gradient_accumulation_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
         masked_softmax_fusion=False, apply_rope_fusion=False, persist_layer_norm=False,
@@ -147,13 +147,10 @@ def main(kind: str) -> dict[str, Any]:
     start(device)
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
-        runs = [
-            step(
-                device, dtype, SimpleNamespace(backend="auto", fused_head=fused, compare=fused, workspace_bytes=1 << 22)
-            )
-            for fused in (True, False)
-        ]
-        fused, logits = runs
+        fused, logits = (
+            step(device, dtype, SimpleNamespace(backend="auto", fused_head=on, compare=on, workspace_bytes=1 << 22))
+            for on in (True, False)
+        )
         found[str(dtype)] = {
             "loss": abs(fused["loss"] - logits["loss"]),
             "logprob": float((fused["logprob"] - logits["logprob"]).abs().max()),

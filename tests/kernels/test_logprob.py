@@ -185,6 +185,7 @@ def test_case_h9_empty():
         ({"softcap": -1.0}, "softcap=-1.0"),
         ({"logit_scale": 0.0}, "logit_scale=0.0"),
         ({"temperature": 0.0}, "temperature=0.0"),
+        ({"temperature": torch.tensor([1.0, -2.0])}, "temperature=-2.0"),
         ({"stats": ("varentropy",)}, "varentropy.*entropy, self_certainty"),
         ({"vocab_size": 9}, "vocab_size=9"),
         ({"temperature": torch.ones(3)}, "temperature"),
