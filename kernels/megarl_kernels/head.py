@@ -18,9 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from megarl_kernels import moments, projection
 from megarl_kernels.dispatch import resolve
+from megarl_kernels.head_liger import liger_logprob
 from megarl_kernels.logprob import implementation
 from megarl_kernels.moments import LogprobOutput, Options, Rows
 
+BACKENDS = ("torch", "triton", "liger")
 WORKSPACE_BYTES = 512 << 20
 # of a chunk: more would cost padding of the last one and buy no speed
 MOST_ROWS = {"cpu": 256}
@@ -60,6 +62,8 @@ def linear_logprob(  # noqa: PLR0913
     ``workspace_bytes`` bounds a chunk's logits together with their gradient; at least one row must fit. Chunks are
     filled up to a fixed number of rows, which depends on the shape of the weight alone, so a row's results and the
     gradient of its hidden state are the same bits in any batch. On CPU ignored rows are left out before the product.
+
+    ``backend``: as there, or liger, where it is installed and within its limits (see ``head_liger``).
     """
     ranks = dist.get_world_size(tp_group) if tp_group is not None else 1
     _check_shapes(hidden, weight, target, bias, ranks if sequence_parallel else 1)
@@ -73,13 +77,18 @@ def linear_logprob(  # noqa: PLR0913
         ignore_index=ignore_index,
         stats=stats,
     )
+    chosen = resolve("linear_logprob", backend, hidden, known=BACKENDS)
+    target = moments.checked_target(target, options)
+    if chosen == "liger":
+        return liger_logprob(
+            hidden, weight, target, options, temperature=temperature, bias=bias, sequence_parallel=sequence_parallel
+        )
     plan = _Plan(
-        kernels=implementation(resolve("linear_logprob", backend, hidden)),
+        kernels=implementation(chosen),
         chunk_rows=chunk_rows(weight, workspace_bytes),
         gathers=sequence_parallel and ranks > 1,
     )
     factor = moments.row_factor(temperature, target.shape[0], options, hidden)
-    target = moments.checked_target(target, options)
     logprob, *values = _LinearFunction.apply(hidden, weight, bias, target, factor, options, plan)
     return LogprobOutput(logprob, dict(zip(options.stats, values, strict=True)))
 

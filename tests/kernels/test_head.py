@@ -1,3 +1,4 @@
+import importlib.util
 import math
 
 import pytest
@@ -188,7 +189,7 @@ def test_case_h9_nothing_to_do():
         ({"bias": torch.zeros(5)}, r"bias\[5\]"),
         ({"vocab_size": 7}, "vocab_size=7"),
         ({"stats": ("varentropy",)}, "varentropy"),
-        ({"backend": "liger"}, "backend='liger'"),
+        ({"backend": "cuda"}, "backend='cuda'.*auto, torch, triton, liger"),
         ({"workspace_bytes": 0}, "workspace_bytes=0"),
     ],
 )
@@ -207,3 +208,24 @@ def test_widened_slices_do_not_show(monkeypatch):
     projection.fill_logits(hidden, weight, None, sliced)
     torch.testing.assert_close(whole, sliced, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(projection.hidden_gradient(whole, weight), whole @ weight.float(), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger-kernel is installed")
+def test_liger_where_it_is_not_installed():
+    with pytest.raises(ValueError, match="liger-kernel is not installed"):
+        linear_logprob(torch.zeros(2, 4), torch.zeros(6, 4), torch.tensor([0, 1]), backend="liger")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
+def test_liger():
+    """By its CPU fallback; its CUDA kernels are held against float64 by the bench."""
+    torch.manual_seed(0)
+    hidden, weight, target = torch.randn(9, 24), torch.randn(100, 24), torch.randint(0, 100, (9,))
+    target[3] = -100
+    ours = linear_logprob(hidden, weight, target, temperature=0.7)
+    theirs = linear_logprob(hidden, weight, target, temperature=0.7, backend="liger")
+    torch.testing.assert_close(theirs.logprob, ours.logprob, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(theirs.stats["entropy"], ours.stats["entropy"], atol=1e-5, rtol=1e-5)
+    for options in ({"softcap": 5.0}, {"vocab_size": 99}, {"stats": ("sum_p2",)}, {"bias": torch.zeros(100)}):
+        with pytest.raises(ValueError, match="backend='liger' does not know"):
+            linear_logprob(hidden, weight, target.clamp(max=98), backend="liger", **options)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megarl_kernels import LogprobOutput, linear_logprob, vocab_parallel_logprob
+from megarl_kernels.dispatch import pick
 
 if TYPE_CHECKING:  # the hook itself needs torch, megatron-core and the kernels alone
     from megarl.settings import KernelsConfig
@@ -59,8 +60,16 @@ class Question:
             "temperature": self.temperature,
             "ignore_index": IGNORED,
             "stats": self.stats,
-            "backend": self.kernels.backend,
         }
+
+
+def describe(parameter: Tensor, kernels: "KernelsConfig") -> str:
+    """What computes logprobs of a model with such parameters, and why."""
+    name = "linear_logprob" if kernels.fused_head else "vocab_parallel_logprob"
+    backend, reason = pick(name, parameter)
+    if kernels.backend != "auto":
+        backend, reason = kernels.backend, "kernels.backend"
+    return f"logprobs: {name} by {backend} ({reason})" + (", compared with the other path" if kernels.compare else "")
 
 
 Path = Callable[[Tensor, Tensor], LogprobOutput]  # hidden [T (/ tp), 1, H], the head's weight
@@ -78,6 +87,7 @@ def process(
     """Answers of the last pipeline stage; the signature is that of Megatron's hook."""
     layer = _checked(output_layer, context.kernels)
     weight: Tensor = layer.weight if output_weight is None else output_weight
+    backend = context.kernels.backend
 
     def fused(hidden: Tensor, weight: Tensor) -> LogprobOutput:
         return linear_logprob(
@@ -88,12 +98,18 @@ def process(
             bias=layer.bias,
             sequence_parallel=layer.sequence_parallel,
             workspace_bytes=context.kernels.workspace_bytes,
+            backend=backend,
             **context.shared(),
         )
 
     def by_logits(hidden: Tensor, weight: Tensor) -> LogprobOutput:
         logits, _ = layer(hidden, weight=weight)
-        return vocab_parallel_logprob(scale_logits(logits)[:, 0], context.target, **context.shared())
+        return vocab_parallel_logprob(
+            scale_logits(logits)[:, 0],
+            context.target,
+            backend="auto" if backend == "liger" else backend,
+            **context.shared(),
+        )
 
     paths = (fused, by_logits) if context.kernels.fused_head else (by_logits, fused)
     answer = paths[0](hidden_states, weight)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from megarl.backends.megatron import checkpoint, cpu
 from megarl.backends.megatron.forward import Consume, Pack, run
-from megarl.backends.megatron.head import Differences
+from megarl.backends.megatron.head import Differences, describe
 from megarl.backends.megatron.model import Optimizer, build_model, process_groups
 from megarl.backends.megatron.records import Coordinates, UpdateResult
 from megarl.loss import TokenBatch, pg_loss
@@ -57,6 +57,8 @@ class MegatronWorker:
         self.groups = process_groups(agent.layout)
         self.model = build_model(agent, self.groups, self.device, overrides or {})
         self.optimizer = Optimizer(agent.optimizer, self.model)
+        if dist.get_rank() == 0:
+            print(describe(self.model.parameters()[0], kernels or KernelsConfig()), flush=True)
         self.temperature = temperature
         self.kernels = kernels or KernelsConfig()
         self._differences = Differences()
