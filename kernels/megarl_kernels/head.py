@@ -150,7 +150,6 @@ class _Chunks:
         if self.index is None:
             taken = torch.where(self.kept[rows, None], taken, torch.zeros_like(taken))
         self.buffer[:count] = taken
-        self.buffer[count:] = 0
         return self.buffer
 
     def padded(self, x: Tensor, rows: slice | Tensor, fill: float) -> Tensor:
