@@ -246,6 +246,7 @@ def _megatron(name: str, cfg: RunConfig, placement: Placement) -> MegatronPolicy
         "keep_reference": cfg.kl_coef(name) > 0,
         "threads": cfg.cluster.threads_per_rank,
         "overrides": cfg.megatron,
+        "kernels": cfg.kernels,
     }
     world = agent.layout.world
     ranks = WorkerGroup(placement, f"{name}/policy", make_worker, [settings] * world)

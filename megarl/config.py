@@ -30,6 +30,7 @@ from megarl.settings import (
     DataConfig,
     EvaluationConfig,
     GuardConfig,
+    KernelsConfig,
     LossConfig,
     Name,
     ReshardConfig,
@@ -63,6 +64,7 @@ class RunConfig(Section):
     loss: LossConfig = LossConfig()
     agents: dict[Name, AgentConfig] = Field(min_length=1)
     cluster: ClusterConfig = ClusterConfig()
+    kernels: KernelsConfig = KernelsConfig()
     reshard: ReshardConfig = ReshardConfig()
     guard: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -95,6 +95,27 @@ class AdvantageConfig(Section):
     eps: float = Field(default=1e-6, ge=0)
 
 
+class KernelsConfig(Section):
+    """How Megatron policies turn hidden states into logprobs, in measure and update."""
+
+    backend: Literal["auto", "torch", "triton", "liger"] = Field(
+        default="auto", description="auto: Triton on sm_80 and newer, else torch; liger: the fused head alone"
+    )
+    fused_head: bool = Field(
+        default=True, description="logprobs from hidden states, chunk by chunk; false: from the logits of a whole pack"
+    )
+    workspace_bytes: int = Field(default=512 << 20, ge=1 << 16, description="of the fused head's chunks, per rank")
+    compare: bool = Field(
+        default=False, description="compute both ways, at thrice the cost, and log the largest differences"
+    )
+
+    @model_validator(mode="after")
+    def _liger_is_a_head(self) -> "KernelsConfig":
+        if self.backend == "liger" and not self.fused_head:
+            raise ValueError("kernels.backend=liger is a fused head: it needs kernels.fused_head=true")
+        return self
+
+
 class RewardConfig(Section):
     """Shaping of a method's rewards. Soft overlong punishment (DAPO): see advantages.overlong."""
 

@@ -20,6 +20,8 @@ from megarl.loss import summarize
 from megarl.settings import AgentConfig, BatchConfig, LossConfig
 from megarl.types import Metrics, Microbatch, Need, Rollout, RolloutKey, Sample, TokenStats
 
+KERNELS = "kernels_"  # prefix of metrics that compare the fused head with the logits
+
 
 class Ranks(Protocol):
     """What the policy needs of a worker group: calls on all ranks at once, results in rank order."""
@@ -91,8 +93,7 @@ class MegatronPolicy:
         self.version += 1
         if not reports:
             return {"tokens": 0.0, "microbatches": 0.0, "skipped_steps": 0.0}
-        totals = {"tokens", "microbatches", "skipped_steps"}
-        return {name: sum(r[name] for r in reports) / (1 if name in totals else len(reports)) for name in reports[0]}
+        return _over_steps(reports)
 
     def _step(self, part: Sequence[Sample], loss: LossConfig, batch: BatchConfig, lr: float) -> Metrics:
         shards = self._pack(part, batch.tokens_per_microbatch)
@@ -108,6 +109,7 @@ class MegatronPolicy:
             "skipped_steps": 0.0 if results[0].applied else 1.0,
             "tokens": float(tokens),
             "microbatches": float(len(shards[0])),
+            **_largest([r.differences for r in results]),
         }
 
     def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
@@ -164,3 +166,23 @@ class MegatronPolicy:
         for cp, part in parts:
             whole[context_rows(microbatch.cu_seqlens, self._layout.cp, cp)] = part
         return whole
+
+
+def _over_steps(reports: Sequence[Metrics]) -> Metrics:
+    """Metrics of several optimizer steps as one: means, but for counts and for what is the worst of its kind."""
+    totals = {"tokens", "microbatches", "skipped_steps"}
+    return {
+        name: max(r[name] for r in reports)
+        if name.startswith(KERNELS)
+        else sum(r[name] for r in reports) / (1 if name in totals else len(reports))
+        for name in reports[0]
+    }
+
+
+def _largest(differences: Sequence[dict[str, float]]) -> Metrics:
+    """Over all ranks; a NaN, which compares with nothing, is kept."""
+    found: dict[str, list[float]] = {}
+    for one in differences:
+        for name, value in one.items():
+            found.setdefault(KERNELS + name, []).append(value)
+    return {name: float(np.max(values)) for name, values in found.items()}

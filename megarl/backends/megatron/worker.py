@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +16,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megarl.backends.megatron import checkpoint, cpu
-from megarl.backends.megatron.forward import Pack, run
+from megarl.backends.megatron.forward import Consume, Pack, run
+from megarl.backends.megatron.head import Differences, describe
 from megarl.backends.megatron.model import Optimizer, build_model, process_groups
 from megarl.backends.megatron.records import Coordinates, UpdateResult
 from megarl.loss import TokenBatch, pg_loss
-from megarl.settings import AgentConfig, LossConfig
+from megarl.settings import AgentConfig, KernelsConfig, LossConfig
 from megarl.types import Microbatch, Need
 from megarl_kernels import LogprobOutput
 
@@ -37,6 +39,7 @@ class MegatronWorker:
         keep_reference: bool = False,
         threads: int = 1,
         overrides: Mapping[str, object] | None = None,
+        kernels: KernelsConfig | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         torch.set_num_threads(threads)
@@ -54,7 +57,11 @@ class MegatronWorker:
         self.groups = process_groups(agent.layout)
         self.model = build_model(agent, self.groups, self.device, overrides or {})
         self.optimizer = Optimizer(agent.optimizer, self.model)
+        if dist.get_rank() == 0:
+            print(describe(self.model.parameters()[0], kernels or KernelsConfig()), flush=True)
         self.temperature = temperature
+        self.kernels = kernels or KernelsConfig()
+        self._differences = Differences()
         self._reference = [p.detach().cpu().clone() for p in self.model.parameters()] if keep_reference else None
         self._export: Iterator[tuple[str, torch.Tensor]] | None = None
         self._pending: tuple[str, torch.Tensor] | None = None
@@ -82,11 +89,11 @@ class MegatronWorker:
             return output.logprob.sum(), {name: value.float().cpu().numpy() for name, value in found.items()}
 
         packs = [Pack.of(m, self.model, self.device) for m in microbatches]
-        found = run(self.model, packs, keep, temperature=self.temperature, stats=tuple(stats.values()), train=False)
+        found = self._run(packs, keep, stats=tuple(stats.values()), train=False)
         if "reference" in needs:
             stats = {}
             with self._reference_weights():
-                reference = run(self.model, packs, keep, temperature=self.temperature, stats=(), train=False)
+                reference = self._run(packs, keep, stats=(), train=False)
             for here, there in zip(found, reference, strict=True):
                 here["reference"] = there["logprobs"]
         return found if self._answers else []
@@ -130,9 +137,21 @@ class MegatronWorker:
             )
 
         packs = [Pack.of(m, self.model, self.device) for m in microbatches]
-        sums = run(self.model, packs, share, temperature=self.temperature, stats=(), train=True)
+        sums = self._run(packs, share, stats=(), train=True)
         grad_norm, applied = self.optimizer.step(lr)
-        return UpdateResult(_added(sums) if self._answers else {}, grad_norm, applied)
+        return UpdateResult(_added(sums) if self._answers else {}, grad_norm, applied, self._differences.take())
+
+    def _run(self, packs: Sequence[Pack], consume: Consume, *, stats: Sequence[str], train: bool) -> list[Any]:
+        return run(
+            self.model,
+            packs,
+            consume,
+            temperature=self.temperature,
+            stats=stats,
+            train=train,
+            kernels=self.kernels,
+            differences=self._differences,
+        )
 
     def _context_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Added up over the ranks that hold pieces of the same sequences."""
