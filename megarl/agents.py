@@ -12,13 +12,15 @@ from pathlib import Path
 
 import torch
 
-from megarl.backends.cluster import Placement, WorkerGroup, connect, place
+from megarl.backends.cluster import connect
 from megarl.backends.megatron.policy import MegatronPolicy, make_worker
+from megarl.backends.placement import Placement, place
 from megarl.backends.protocols import Engine, Policy
 from megarl.backends.reference import ReferenceEngine, ReferencePolicy
 from megarl.backends.replay import ReplayEngine
 from megarl.backends.reshard import reshard
 from megarl.backends.vllm.engine import VllmEngine
+from megarl.backends.workers import WorkerGroup
 from megarl.chat import Chat, open_chat
 from megarl.config import RunConfig
 from megarl.deck import Seat

@@ -12,7 +12,9 @@ import psutil
 import pytest
 import ray
 
-from megarl.backends.cluster import Placement, WorkerGroup, WorkerLost, connect, place
+from megarl.backends.cluster import WorkerLost, connect
+from megarl.backends.placement import Placement, place
+from megarl.backends.workers import WorkerGroup
 from megarl.settings import ClusterConfig
 
 
@@ -212,7 +214,9 @@ def test_placing_is_undone_with_the_cluster(cluster, placements):
 DRIVER = """
 import os, sys, time
 from pathlib import Path
-from megarl.backends.cluster import WorkerGroup, connect, place
+from megarl.backends.cluster import connect
+from megarl.backends.placement import place
+from megarl.backends.workers import WorkerGroup
 from megarl.settings import ClusterConfig
 from tests.integration.test_cluster import Clerk
 

@@ -4,7 +4,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster as Raylets
 
-from megarl.backends.cluster import WorkerGroup, connect, place
+from megarl.backends.cluster import connect
+from megarl.backends.placement import place
+from megarl.backends.workers import WorkerGroup
 from megarl.settings import ClusterConfig
 
 

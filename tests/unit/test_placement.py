@@ -2,7 +2,8 @@
 
 import pytest
 
-from megarl.backends.cluster import Node, plan_nodes
+from megarl.backends.cluster import Node
+from megarl.backends.placement import plan_nodes
 
 A, B = Node("a" * 8, "10.0.0.1", 8), Node("b" * 8, "10.0.0.2", 8)
 

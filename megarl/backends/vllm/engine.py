@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from megarl.backends.cluster import Placement, WorkerGroup, WorkerLost
+from megarl.backends.cluster import WorkerLost
 from megarl.backends.phase import EnginePhase
+from megarl.backends.placement import Placement
 from megarl.backends.protocols import WeightBucket
 from megarl.backends.vllm.worker import Request, Response, VllmWorker, process_env
+from megarl.backends.workers import WorkerGroup
 from megarl.chat import Chat
 from megarl.settings import AgentConfig, SamplingConfig
 from megarl.types import Prompt, Rollout, RolloutKey, Seed
