@@ -27,12 +27,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         code = VERBS[argv[0]](argv[1:])
     except ValueError as error:
-        print(f"megarl {argv[0]}: {error}", file=sys.stderr)
+        print(f"megarl {argv[0]}: {told(error)}", file=sys.stderr)
         code = BAD_INPUT
     except KeyboardInterrupt:
         print(f"megarl {argv[0]}: interrupted", file=sys.stderr)
         code = INTERRUPTED
     sys.exit(code)
+
+
+def told(error: BaseException) -> str:
+    """The message, and the first line of every note that was added to it: in which worker it was raised."""
+    notes: list[str] = getattr(error, "__notes__", [])  # not there before the first is added
+    return "\n".join([str(error), *(f"  {note.splitlines()[0]}" for note in notes if note)])
 
 
 def train(argv: Sequence[str]) -> int:
@@ -57,7 +63,7 @@ def train(argv: Sequence[str]) -> int:
         print(f"megarl train: stopped: {stop}", file=sys.stderr)
         return GUARD
     except (WorkerLost, TimeoutError) as lost:
-        print(f"megarl train: {lost}", file=sys.stderr)
+        print(f"megarl train: {told(lost)}", file=sys.stderr)
         return LOST
     return 0
 

@@ -1,18 +1,17 @@
 """Who sits where: disjoint sets of slots for the agents of a cohort."""
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.backends.cluster import Cluster, Node
-from megarl.backends.host import GpuProbe
+from megarl.backends.host import gpu_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +21,14 @@ class Bundle:
     group: PlacementGroup
     index: int
     node: Node
+    gpu: str | None = None  # as CUDA_VISIBLE_DEVICES on that node spells it; None: a slot on CPU
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The slots of one agent, in rank order."""
 
-    cluster: "Cluster"
+    cluster: Cluster
     agent: str
     bundles: tuple[Bundle, ...]
 
@@ -45,9 +45,9 @@ def place(
 ) -> dict[str, Placement]:
     """Disjoint sets of slots, one bundle per slot, an agent's bundles in rank order.
 
-    ``one_node[agent]``: so many consecutive slots must share a node (the larger tensor-parallel size).
-    Raises ValueError, with wanted against available per node: at once where the nodes are too small, after
-    ``timeout_s`` where somebody holds their slots.
+    ``one_node[agent]``: an agent that lies across nodes is cut at multiples of this (of every tensor-parallel size of
+    its own). Raises ValueError, with wanted against available per node: at once where the nodes are too small, after
+    ``timeout_s`` where somebody holds their slots. TimeoutError: a GPU did not answer.
     """
     deadline = time.monotonic() + timeout_s
     plan_nodes({node: node.slots for node in cluster.nodes}, slots_by_agent, one_node)
@@ -69,7 +69,25 @@ def place(
                 )
             bundles += [Bundle(group, index, node) for index in range(size)]
         placements[agent] = Placement(cluster, agent, tuple(bundles))
-    return placements
+    return _with_gpus(placements, timeout_s) if cluster.device == "cuda" else placements
+
+
+def _with_gpus(placements: Mapping[str, Placement], timeout_s: float) -> dict[str, Placement]:
+    """Every bundle with its GPU, asked for now: once a policy's ranks hold all GPUs, no other process of Ray's can be
+    given one to look at, and the engines that share them have to be told.
+    """
+    every = [bundle for placement in placements.values() for bundle in placement.bundles]
+    asked = [in_bundle(gpu_ids, bundle, num_cpus=0, num_gpus=1).remote() for bundle in every]
+    _, late = ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
+    if late:
+        silent = [bundle for bundle, ref in zip(every, asked, strict=True) if ref in late]
+        named = ", ".join(f"GPU {bundle.index} of node {bundle.node}" for bundle in silent)
+        raise TimeoutError(f"{named} did not answer in {timeout_s:g} s")
+    gpus = iter(ray.get(asked))
+    return {
+        agent: replace(placement, bundles=tuple(replace(bundle, gpu=next(gpus)[0]) for bundle in placement.bundles))
+        for agent, placement in placements.items()
+    }
 
 
 def _plan_free(
@@ -95,10 +113,10 @@ def plan_nodes(
     """
     left = dict(free)
     largest = max(free.values(), default=0)
-    for agent, size in one_node.items():
-        if agent in slots_by_agent and size > largest:
+    for agent, run in one_node.items():
+        if min(run, slots_by_agent.get(agent, 0)) > largest:
             raise ValueError(
-                f"agent {agent}: its tensor-parallel group wants {size} slots in one node, the largest node has "
+                f"agent {agent}: its tensor-parallel groups want {run} slots in one node, the largest node has "
                 f"{largest} free; " + _wanted_against_available(free, slots_by_agent)
             )
     planned: dict[str, list[tuple[Node, int]]] = {}
@@ -145,18 +163,8 @@ def _wanted_against_available(free: Mapping[Node, int], slots_by_agent: Mapping[
     )
 
 
-def _bundle_gpus(bundle: Bundle, timeout_s: float) -> list[str]:
-    probe = _in_bundle(GpuProbe, bundle, num_cpus=0, num_gpus=1).remote()
-    try:
-        return ray.get(probe.ids.remote(), timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise TimeoutError(f"GPU {bundle.index} of node {bundle.node} did not answer in {timeout_s:g} s") from error
-    finally:
-        ray.kill(probe, no_restart=True)
-
-
-def _in_bundle(cls: type, bundle: Bundle, **options: Any) -> Any:
-    """The Ray actor class of ``cls``, to be started in that bundle."""
+def in_bundle(what: Callable[..., Any], bundle: Bundle, **options: Any) -> Any:
+    """Ray's actor class (or task) of a class (or function), to be started in that bundle."""
     strategy = PlacementGroupSchedulingStrategy(bundle.group, placement_group_bundle_index=bundle.index)
-    actor: Any = ray.remote(cls)
-    return actor.options(scheduling_strategy=strategy, **options)
+    remote: Any = ray.remote(what)
+    return remote.options(scheduling_strategy=strategy, **options)

@@ -1,18 +1,23 @@
 """Groups of named workers on an agent's slots. Worker classes are plain classes that know nothing of Ray."""
 
+import logging
 import os
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megarl.backends.cluster import Cluster, WorkerLost
 from megarl.backends.host import Host
-from megarl.backends.placement import Bundle, Placement, _bundle_gpus, _in_bundle
+from megarl.backends.placement import Bundle, Placement, in_bundle
+
+log = logging.getLogger(__name__)
 
 LOG_TAIL_LINES = 20
 PORT_ATTEMPTS = 3
@@ -78,11 +83,28 @@ class WorkerGroup:
     def log_file(self, rank: int) -> Path:
         return self._cluster.log_dir / f"{self.name.replace('/', '-')}-{rank}.log"
 
-    def close(self) -> None:
-        """End this group's processes, and nobody else's."""
+    def close(self, farewell: str | None = None, timeout_s: float = 30.0) -> None:
+        """End this group's processes, and nobody else's.
+
+        Every rank may first finish the method ``farewell``, for ``timeout_s``. What goes wrong in that is logged and
+        not raised: it would hide the error for which a run is closed.
+        """
+        if farewell is not None and self._actors:
+            self._say(farewell, timeout_s)
         for actor in self._actors:
-            ray.kill(actor, no_restart=True)
+            with suppress(RayError):  # the cluster is gone, and its processes with it
+                ray.kill(actor, no_restart=True)
         self._actors = []
+
+    def _say(self, farewell: str, timeout_s: float) -> None:
+        try:
+            asked = [actor.call.remote(farewell, ()) for actor in self._actors]
+            done, late = ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
+            if late:
+                log.warning("%s: %d ranks did not finish %s() in %g s", self.name, len(late), farewell, timeout_s)
+            ray.get(done)
+        except RayError as error:  # whatever a worker raises comes as one
+            log.warning("%s: %s() failed: %s", self.name, farewell, error)
 
     def _start(
         self,
@@ -93,11 +115,11 @@ class WorkerGroup:
         build_timeout_s: float,
     ) -> None:
         cluster = self._cluster
-        visible = [{} if owns_slots else self._gpu_env(seat) for seat in self._seats]
+        visible = [{} if owns_slots else _gpu_env(seat) for seat in self._seats]
         process_env = {**_process_env(cluster), **env}
         slot = {} if not owns_slots else ({"num_gpus": 1} if cluster.device == "cuda" else {"resources": {"slot": 1}})
         for rank, seat in enumerate(self._seats):
-            host = _in_bundle(
+            host = in_bundle(
                 Host,
                 seat[0],
                 name=f"{self.name}/{rank}",
@@ -128,19 +150,12 @@ class WorkerGroup:
             build_timeout_s,
         )
 
-    def _gpu_env(self, seat: Sequence[Bundle]) -> dict[str, str]:
-        """CUDA_VISIBLE_DEVICES of the seat's GPUs: Ray hides them from an actor that takes none."""
-        if self._cluster.device == "cpu":
-            return {}
-        ids = [gpu for bundle in seat for gpu in _bundle_gpus(bundle, self._cluster.config.start_timeout_s)]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(ids)}
-
     def _gather(self, refs: list[Any], doing: str, timeout_s: float | None) -> list[Any]:
         """Results in rank order; a failure ends the wait, and the dead are blamed before those they took along."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         ranks = {ref: rank for rank, ref in enumerate(refs)}
         results: list[Any] = [None] * len(refs)
-        failures: dict[int, RayActorError | RayTaskError] = {}
+        failures: dict[int, RayError] = {}
         pending = list(refs)
         while pending:
             wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -156,9 +171,9 @@ class WorkerGroup:
             rank = ranks[done[0]]
             try:
                 results[rank] = ray.get(done[0])
-            except (RayActorError, RayTaskError) as error:
+            except RayError as error:
                 failures[rank] = error
-                if isinstance(error, RayActorError):
+                if not isinstance(error, RayTaskError):
                     break
                 # a peer's death shows first as a broken connection in the survivors: give the news time to arrive
                 deadline = min(deadline or time.monotonic() + 3.0, time.monotonic() + 3.0)
@@ -166,13 +181,13 @@ class WorkerGroup:
             self._raise_first(failures, doing)
         return results
 
-    def _raise_first(self, failures: Mapping[int, RayActorError | RayTaskError], doing: str) -> None:
+    def _raise_first(self, failures: Mapping[int, RayError], doing: str) -> None:
         for rank, error in failures.items():
-            if isinstance(error, RayActorError):
+            if not isinstance(error, RayTaskError):
                 log_file = self.log_file(rank)
                 raise WorkerLost(
-                    f"{self.name} rank {rank} of {self.world} on node {self._seats[rank][0].node} died during {doing}; "
-                    f"log: {log_file}{_tail(log_file)}"
+                    f"{self.name} rank {rank} of {self.world} on node {self._seats[rank][0].node} died during {doing}"
+                    f"{_cause(error)}; log: {log_file}{_tail(log_file)}"
                 ) from error
         rank, error = min(failures.items())
         assert isinstance(error, RayTaskError)
@@ -185,7 +200,7 @@ def _process_env(cluster: Cluster) -> dict[str, str]:
     """Environment that must stand before a worker's first import: thread counts, module path, loopback, sockets."""
     threads = str(cluster.config.threads_per_rank)
     env = {
-        "PYTHONPATH": os.pathsep.join(_own_module_path()),
+        "PYTHONPATH": os.pathsep.join(_own_module_path(sys.path)),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
@@ -200,10 +215,34 @@ def _process_env(cluster: Cluster) -> dict[str, str]:
     return env
 
 
-def _own_module_path() -> list[str]:
-    """Where the driver finds modules that no environment holds: checkouts, editable installs, test folders."""
-    environment = (sys.prefix, sys.base_prefix)
-    return list(dict.fromkeys(os.path.abspath(path) for path in sys.path if not path.startswith(environment)))
+def _gpu_env(seat: Sequence[Bundle]) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of the seat's GPUs: Ray hides them from an actor that takes none."""
+    gpus = [bundle.gpu for bundle in seat if bundle.gpu is not None]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+
+
+def _own_module_path(search_path: Sequence[str]) -> list[str]:
+    """The folders of ``search_path`` that no environment holds: checkouts, editable installs, test folders.
+
+    What every Python of this installation finds by itself is left out: its standard library and site-packages. A prefix
+    says nothing here: a checkout may well stand below /usr.
+    """
+    standard = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
+    found: list[str] = []
+    for spelled in search_path:
+        path = Path(os.path.abspath(spelled))
+        here = path.resolve()
+        installed = {"site-packages", "dist-packages"} & {*path.parts, *here.parts}
+        if here.is_dir() and not installed and not any(here.is_relative_to(folder) for folder in standard):
+            found.append(str(path))
+    return list(dict.fromkeys(found))
+
+
+def _cause(error: RayError) -> str:
+    """What Ray says of a loss that is not a plain death."""
+    if isinstance(error, RayActorError):
+        return ""
+    return f" ({type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[0]})"
 
 
 def _is_bind_race(error: BaseException) -> bool:

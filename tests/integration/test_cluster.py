@@ -113,7 +113,7 @@ def test_more_slots_than_there_are(cluster, placements):
         place(cluster, {"eve": 2}, one_node={}, timeout_s=1)
     with pytest.raises(ValueError, match=r"agent eve: 8 slots wanted.*wanted 8 slots \(eve 8\), available 4 \(127"):
         place(cluster, {"eve": 8}, one_node={}, timeout_s=20)
-    with pytest.raises(ValueError, match="agent eve: its tensor-parallel group wants 8 slots in one node"):
+    with pytest.raises(ValueError, match="agent eve: its tensor-parallel groups want 8 slots in one node"):
         place(cluster, {"eve": 8}, one_node={"eve": 8}, timeout_s=20)
     assert time.monotonic() - start < 5
 

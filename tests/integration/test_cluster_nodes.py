@@ -54,7 +54,7 @@ def test_ranks_run_where_they_were_placed(cluster):
 
 
 def test_tensor_parallelism_across_nodes_is_refused(cluster):
-    with pytest.raises(ValueError, match="agent big: its tensor-parallel group wants 4 slots in one node"):
+    with pytest.raises(ValueError, match="agent big: its tensor-parallel groups want 4 slots in one node"):
         place(cluster, {"big": 4}, one_node={"big": 4}, timeout_s=30)
 
 
