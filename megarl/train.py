@@ -97,6 +97,6 @@ def greet(cfg: RunConfig, log: RunLog, agents: Agents, deck: Deck) -> None:
     for name, agent in agents.items():
         engine = f"{agent.config.replicas} x {agent.config.engine.backend} TP{agent.config.engine.tp}"
         log.say(
-            f"{name}: {agent.config.model}, {agent.config.backend} {agent.config.layout}, {engine}, "
+            f"{name}: {agent.config.model}, {agent.config.backend} {agent.config.layout}, {engine}, on {agent.device}, "
             f"stop ids {list(agent.chat.stop_ids)}"
         )

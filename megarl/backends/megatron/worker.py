@@ -20,6 +20,7 @@ from megarl.backends.megatron.forward import Consume, Pack, run
 from megarl.backends.megatron.head import Differences, describe
 from megarl.backends.megatron.model import Optimizer, build_model, process_groups
 from megarl.backends.megatron.records import Coordinates, UpdateResult
+from megarl.backends.scratch import Scratch, hold
 from megarl.loss import TokenBatch, pg_loss
 from megarl.settings import AgentConfig, KernelsConfig, LossConfig
 from megarl.types import Microbatch, Need
@@ -65,11 +66,15 @@ class MegatronWorker:
         self._reference = [p.detach().cpu().clone() for p in self.model.parameters()] if keep_reference else None
         self._export: Iterator[tuple[str, torch.Tensor]] | None = None
         self._pending: tuple[str, torch.Tensor] | None = None
+        self._bucket: Scratch | None = None  # where this rank has written what it exports
         self._resident = True
 
     def coordinates(self) -> Coordinates:
         g = self.groups
         return Coordinates(dp=g.dp.rank(), pp=g.pp.rank(), cp=g.cp.rank(), tp=g.tp.rank())
+
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
 
     @property
     def _answers(self) -> bool:
@@ -118,7 +123,6 @@ class MegatronWorker:
         num_tokens: int,
         num_sequences: int,
         lr: float,
-        kl_coef: float,
     ) -> UpdateResult:
         """One optimizer step; the counts are of the whole step, over all ranks. A bad gradient leaves the weights."""
         self._check_resident("update")
@@ -132,7 +136,7 @@ class MegatronWorker:
                 loss,
                 num_tokens=num_tokens,
                 num_sequences=num_sequences,
-                kl_coef=kl_coef,
+                kl_coef=loss.kl_coef,
                 context_sum=self._context_sum if self.groups.cp.size() > 1 else None,
             )
 
@@ -159,11 +163,13 @@ class MegatronWorker:
         dist.all_reduce(values, group=self.groups.cp)
         return values
 
-    def begin_export(self) -> None:
-        """Start over with the first weight."""
+    def begin_export(self) -> int:
+        """Start over with the first weight; returns the bytes of the largest."""
         self._check_resident("export")
+        self.remove_bucket()  # of an export that was given up
         self._export = self.model.exported()
         self._pending = None
+        return self.model.largest_weight()
 
     def next_bucket(self, path: str, bucket_bytes: int, writes: bool) -> tuple[tuple[str, ...], int]:
         """Names and bytes of the next weights, up to ``bucket_bytes`` or one tensor; no names: there are no more.
@@ -189,12 +195,15 @@ class MegatronWorker:
         if not names:
             self._export = None
         elif writes:
+            self._bucket = hold(Path(path).parent)
             save_file(taken, path)
         return tuple(names), size
 
-    def remove(self, path: str) -> None:
-        """Delete a bucket's file on this node, if it is here."""
-        Path(path).unlink(missing_ok=True)
+    def remove_bucket(self) -> None:
+        """Delete the file that this rank wrote last, if it did."""
+        if self._bucket is not None:
+            self._bucket.close()
+            self._bucket = None
 
     def save(self, path: str, version: int) -> None:
         self._check_resident("save")
