@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megarl.settings import AdvantageConfig
+from megarl.packing import at_response, response_mask
+from megarl.settings import AdvantageConfig, RewardConfig
 from megarl.types import Group, Rollout, RolloutKey, Sample, TokenStats
 from megarl_kernels import grouped_advantage
 
@@ -48,6 +49,47 @@ def first_in_order(group: Group, n: int | None) -> Group:
     )
 
 
+def differing(groups: Sequence[Group], train_samples_per_prompt: int | None) -> dict[str, list[str]]:
+    """agent -> the prompts, in group order, that teach it something: rewards differ within a group of theirs.
+
+    Rewards are compared exactly, among the members that train and have one.
+    """
+    out: dict[str, dict[str, bool]] = {}
+    for group in groups:
+        rewards = [r for r in first_in_order(group, train_samples_per_prompt).rewards if not np.isnan(r)]
+        key = group.rollouts[0]
+        uids = out.setdefault(key.agent, {})
+        uids[key.uid] = uids.get(key.uid, False) or len(set(rewards)) > 1
+    return {agent: [uid for uid, differ in uids.items() if differ] for agent, uids in out.items()}
+
+
+def only(groups: Sequence[Group], prompts: Mapping[str, Sequence[str]]) -> list[Group]:
+    """The groups of these prompts (agent -> uids); all groups of a prompt stay together."""
+    wanted = {(agent, uid) for agent, uids in prompts.items() for uid in uids}
+    return [g for g in groups if (g.rollouts[0].agent, g.rollouts[0].uid) in wanted]
+
+
+def overlong(
+    groups: Sequence[Group], rollouts: Sequence[Rollout], limits: Mapping[str, int], cfg: RewardConfig
+) -> list[Group]:
+    """Rewards less the soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13); unchanged without a buffer.
+
+    A response of n tokens loses penalty * (n - (limit - buffer)) / buffer, at least 0 and at most the penalty, where
+    ``limits`` holds each agent's max_tokens. verl's formula has no upper bound.
+    """
+    buffer = cfg.overlong_buffer
+    if buffer is None:
+        return list(groups)
+    lengths = {r.key: len(r.token_ids) for r in rollouts}
+
+    def cost(key: RolloutKey) -> float:
+        return cfg.overlong_penalty * min(max(lengths[key] - (limits[key.agent] - buffer), 0) / buffer, 1.0)
+
+    return [
+        replace(g, rewards=tuple(r - cost(key) for key, r in zip(g.rollouts, g.rewards, strict=True))) for g in groups
+    ]
+
+
 def _advantages(groups: Sequence[Group], cfg: AdvantageConfig) -> np.ndarray:
     """float64, member by member in group order; agents are computed apart: no statistic crosses them."""
     agents = np.array([key.agent for g in groups for key in g.rollouts], dtype=object)
@@ -67,18 +109,14 @@ def _advantages(groups: Sequence[Group], cfg: AdvantageConfig) -> np.ndarray:
 
 
 def _sample(rollout: Rollout, stats: TokenStats, advantage: float, *, rewarded: bool) -> Sample:
-    before = len(rollout.prompt_ids)
-    mask = np.arange(before + len(rollout.token_ids)) >= before
-
     def placed(values: np.ndarray) -> np.ndarray:
-        if len(values) != len(rollout.token_ids):
-            raise ValueError(f"{rollout.key}: {len(values)} values for {len(rollout.token_ids)} response tokens")
-        return np.pad(values, (before, 0)).astype(np.float32) if rewarded else np.zeros(len(mask), np.float32)
+        whole = at_response(rollout, values)
+        return whole if rewarded else np.zeros_like(whole)  # NaN may stand where there is no reward
 
     return Sample(
         key=rollout.key,
         token_ids=np.concatenate([rollout.prompt_ids, rollout.token_ids]).astype(np.int32),
-        mask=mask & rewarded,
+        mask=response_mask(rollout) & rewarded,
         rollout_logprobs=placed(rollout.logprobs),
         policy_logprobs=placed(stats.logprobs),
         reference_logprobs=None if stats.reference is None else placed(stats.reference),

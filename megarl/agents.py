@@ -173,7 +173,10 @@ def open_agents(cfg: RunConfig, run_dir: Path) -> Iterator[Agents]:
     torch.set_num_threads(cfg.cluster.threads_per_rank)
     with ExitStack() as stack:
         placements: Mapping[str, Placement] = {}
-        chats = {name: open_chat(agent.model, agent.template) for name, agent in cfg.agents.items()}
+        chats = {
+            name: open_chat(agent.model, agent.template, plain=not agent.chat_template)
+            for name, agent in cfg.agents.items()
+        }
         hosted = {name: agent for name, agent in cfg.agents.items() if _needs_cluster(agent)}
         if hosted:
             cluster = connect(cfg.cluster, run_dir)

@@ -2,18 +2,18 @@
 
 A checkpoint is a folder ``checkpoints/step_N`` (N steps are done) that is written under another name, closed with a
 ``COMPLETE`` file and then renamed, so that a kill at any moment leaves either the whole of it or none. What a step
-draws (prompts, seeds, learning rates) is a pure function of its number, so N and the policies' state are all there is
-to keep.
+draws (seeds, learning rates) is a pure function of its number, and its prompts of the deck's cursor, so N, the cursor
+and the policies' state are all there is to keep.
 """
 
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megarl.agents import Agents, each
-from megarl.deck import Deck
+from megarl.deck import Cursor, Deck
 from megarl.types import derive
 
 _COMPLETE = "COMPLETE"
@@ -28,15 +28,18 @@ class Found:
     skipped: tuple[str, ...]
 
 
-def find(run_dir: Path) -> Found:
-    """Look for a checkpoint to resume from; partial folders are named, never used."""
+def find(run_dir: Path, step: int | None = None) -> Found:
+    """Look for a checkpoint (of ``step``, else the newest); partial folders are named, never used."""
     complete = _complete(run_dir)
     every = sorted((run_dir / "checkpoints").glob("step_*"))
-    step = max(complete, default=0)
+    if step is None:
+        step = max(complete, default=0)
+    elif step not in complete:
+        raise ValueError(f"{run_dir}: no complete checkpoint of step {step}; there are {sorted(complete)}")
     return Found(complete.get(step), step, tuple(path.name for path in every if path not in complete.values()))
 
 
-def save(run_dir: Path, step: int, agents: Agents, deck: Deck, keep: int) -> Path:
+def save(run_dir: Path, step: int, agents: Agents, deck: Deck, cursor: Cursor, keep: int) -> Path:
     """Write ``checkpoints/step_<step>`` and remove all but the newest ``keep`` complete ones."""
     final = run_dir / "checkpoints" / f"step_{step}"
     partial = final.with_name(f"{final.name}.partial")
@@ -46,6 +49,7 @@ def save(run_dir: Path, step: int, agents: Agents, deck: Deck, keep: int) -> Pat
     state = {
         "step": step,
         "deck": _fingerprint(deck),
+        "cursor": asdict(cursor),
         "agents": {name: {"model": a.config.model, "layout": str(a.config.layout)} for name, a in agents.items()},
     }
     _write_through(partial / "state.json", json.dumps(state, indent=1))
@@ -58,8 +62,8 @@ def save(run_dir: Path, step: int, agents: Agents, deck: Deck, keep: int) -> Pat
     return final
 
 
-def load(path: Path, agents: Agents, deck: Deck) -> None:
-    """Bring every policy to where the checkpoint was; a layout other than the saved one is allowed."""
+def load(path: Path, agents: Agents, deck: Deck) -> Cursor:
+    """Bring every policy to where the checkpoint was, and say where the deck was; another layout is allowed."""
     state = json.loads((path / "state.json").read_text())
     if set(state["agents"]) != set(agents):
         raise ValueError(
@@ -67,6 +71,14 @@ def load(path: Path, agents: Agents, deck: Deck) -> None:
         )
     if state["deck"] != _fingerprint(deck):
         raise ValueError(f"{path} was made with other prompts, or in another order, than data.path gives now")
+    if "cursor" not in state:
+        raise ValueError(f"{path} does not say how far the deck was dealt: an older megarl wrote it; start anew")
+    load_weights(path, agents)
+    return Cursor(**state["cursor"])
+
+
+def load_weights(path: Path, agents: Agents) -> None:
+    """Bring the policies of ``agents`` to where the checkpoint was, whatever they are asked next."""
     each(agents, lambda agent: agent.policy.load(path / "agents" / agent.name))
 
 

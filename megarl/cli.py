@@ -81,4 +81,23 @@ def demo(argv: Sequence[str]) -> int:
     return 0
 
 
-VERBS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "demo": demo}
+def evaluate(argv: Sequence[str]) -> int:
+    """Examine a checkpoint, models or recorded rollouts: megarl eval [--run RUN_DIR] --set NAME=PATH [key=value ...]"""
+    from megarl.evaluation.command import run
+
+    return run(argv)
+
+
+def diversity(argv: Sequence[str]) -> int:
+    """Which models make a cohort: megarl diversity agents.NAME.model=DIR ... --set NAME=PATH, or --rollouts FILE ..."""
+    from megarl.diversity_command import run
+
+    return run(argv)
+
+
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "eval": evaluate,
+    "diversity": diversity,
+    "demo": demo,
+}

@@ -34,6 +34,7 @@ from megarl.settings import (
     LossConfig,
     Name,
     ReshardConfig,
+    RewardConfig,
     SamplingConfig,
     Section,
 )
@@ -57,6 +58,7 @@ class RunConfig(Section):
     batch: BatchConfig = BatchConfig()
     sampling: SamplingConfig = SamplingConfig()
     answers: AnswersConfig = AnswersConfig()
+    reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     agents: dict[Name, AgentConfig] = Field(min_length=1)
@@ -78,6 +80,12 @@ class RunConfig(Section):
         self.algo.check(self.seats)
         if "gold" in self.algo.needs and self.data.gold is None:
             raise ValueError(f"algo.name={self.algo.name} learns from true answers: name their column in data.gold")
+        measured = sorted(self.algo.needs - {"gold"})
+        if self.batch.refill_rounds is not None and measured:
+            raise ValueError(
+                f"batch.refill_rounds={self.batch.refill_rounds} judges prompts by rewards that answers alone decide, "
+                f"but algo.name={self.algo.name} measures {', '.join(measured)}: leave it null"
+            )
         if self.sampling.top_p < 1 or self.sampling.top_k:
             raise ValueError(
                 f"sampling.top_p={self.sampling.top_p}, sampling.top_k={self.sampling.top_k}: training rollouts are "
@@ -122,6 +130,9 @@ class RunConfig(Section):
                 f"holds {capacity} tokens, but a sequence may have {whose}.max_prompt_tokens + max_tokens = {longest}: "
                 f"set it to at least {-(-longest // layout.total_multiple) * layout.total_multiple // layout.cp}"
             )
+        limit, buffer = agent.max_tokens or self.sampling.max_tokens, self.reward.overlong_buffer
+        if buffer is not None and buffer > limit:
+            raise ValueError(f"reward.overlong_buffer={buffer} is more than the {limit} tokens {key} may answer with")
         samples = self.batch.prompts_per_step * self.samples(name)
         if self.batch.updates_per_step > samples:
             raise ValueError(

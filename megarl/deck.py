@@ -1,11 +1,12 @@
-"""Prompt files as a deck of cards: what is dealt at a step is a pure function of (seed, step), the same for all agents.
+"""Prompt files as a deck of cards: what is dealt is a pure function of the seed and a cursor, the same for all agents.
 
 Gold answers stay here. The loop hands them to a method that declares the need, and to the diagnostics.
 """
 
+import csv
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,20 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from megarl.chat import Chat
+from megarl.choices import Choices, draw_choices
 from megarl.settings import DataConfig, ViewConfig
 from megarl.types import Gold, Message, Prompt, derive
 
 Rows = list[dict[str, Any]]
 Views = dict[str, list[tuple[Message, ...]]]  # view -> messages per row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """How far the deck was dealt: all there is to its state."""
+
+    epoch: int = 0
+    place: int = 0  # rows dealt in this epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,26 +44,32 @@ class Deck:
     def __len__(self) -> int:
         return len(self.uids)
 
-    def rows_at(self, step: int, prompts_per_step: int) -> list[int]:
-        """Row numbers of a step. An epoch is a shuffle of all rows; its last, incomplete batch is left out, so that
-        no step holds one prompt twice. Steps beyond an epoch go on with the next one.
+    def deal(self, cursor: Cursor, prompts_per_step: int, seats: Mapping[str, "Seat"]) -> tuple[list[Prompt], Cursor]:
+        """A step's prompts for every seat (the same rows, each in the seat's own view), and the cursor behind them.
+
+        An epoch is a shuffle of all rows. Where fewer are left of it than a step takes, those are left out and the next
+        epoch begins, so that no step holds one prompt twice.
         """
-        steps_per_epoch = len(self) // prompts_per_step
-        if steps_per_epoch == 0:
+        if prompts_per_step > len(self):
             raise ValueError(
                 f"batch.prompts_per_step={prompts_per_step}, but the deck holds {len(self)} prompts "
                 f"({self.filtered} were too long); lower it to at most {len(self)} or bring more prompts"
             )
-        epoch, slot = divmod(step, steps_per_epoch)
+        if cursor.place + prompts_per_step > len(self):
+            cursor = Cursor(epoch=cursor.epoch + 1)
+        return self.deal_more(cursor, prompts_per_step, seats)
+
+    def deal_more(self, cursor: Cursor, count: int, seats: Mapping[str, "Seat"]) -> tuple[list[Prompt], Cursor]:
+        """Up to ``count`` further prompts for the same step: fewer, or none, where the epoch ends."""
+        rows = self._order(cursor.epoch)[cursor.place : cursor.place + count]
+        cards = [self._card(row, agent, seat) for agent, seat in seats.items() for row in rows]
+        return cards, replace(cursor, place=cursor.place + len(rows))
+
+    def _order(self, epoch: int) -> list[int]:
         order = np.arange(len(self))
         if self.shuffle:
             order = np.random.Generator(np.random.PCG64(derive(self.seed, "deck", epoch))).permutation(order)
-        return order[slot * prompts_per_step : (slot + 1) * prompts_per_step].tolist()
-
-    def deal(self, step: int, prompts_per_step: int, seats: Mapping[str, "Seat"]) -> list[Prompt]:
-        """The step's prompts for every seat: the same rows, each in the seat's own view."""
-        rows = self.rows_at(step, prompts_per_step)
-        return [self._card(row, agent, seat) for agent, seat in seats.items() for row in rows]
+        return order.tolist()
 
     def everything(self, seats: Mapping[str, "Seat"]) -> list[Prompt]:
         """Every row for every seat, in file order: what an evaluation asks."""
@@ -76,8 +92,9 @@ def open_deck(cfg: DataConfig, chats: Mapping[str, tuple[str, Chat]], seed: int)
     """Read a prompt file; ``chats`` maps agent -> (view, chat), to leave out prompts too long for any of them."""
     rows = read_rows(Path(cfg.path))[: cfg.limit]
     uids = _uids(rows, cfg, cfg.path)
-    views = {name: _view(cfg, view, rows, uids) for name, view in cfg.views.items()}
-    gold = _gold(rows, uids, cfg) if cfg.gold is not None else None
+    choices = _choices(rows, uids, cfg)
+    views = {name: _view(cfg, view, rows, uids, choices) for name, view in cfg.views.items()}
+    gold = _gold(rows, uids, cfg, choices) if cfg.gold is not None else None
     used = {(view, id(chat)): (view, chat) for view, chat in chats.values()}
     fits = [
         all(len(chat.render(views[view][row])) <= cfg.max_prompt_tokens for view, chat in used.values())
@@ -97,18 +114,21 @@ def open_deck(cfg: DataConfig, chats: Mapping[str, tuple[str, Chat]], seed: int)
 
 
 def read_rows(path: Path) -> Rows:
-    """Rows of a .parquet, .jsonl or .json file (a list of objects)."""
+    """Rows of a .parquet, .jsonl, .json (a list of objects) or .csv file (with a header)."""
     if not path.is_file():
         raise ValueError(f"data.path={path}: no such file")
     if path.suffix == ".parquet":
         return pq.read_table(path).to_pylist()
+    if path.suffix == ".csv":
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return list(csv.DictReader(file))
     if path.suffix == ".jsonl":
         lines = path.read_text(encoding="utf-8").split("\n")
         rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     elif path.suffix == ".json":
         rows = _parse(path.read_text(encoding="utf-8"), str(path))
     else:
-        raise ValueError(f"data.path={path}: unknown suffix {path.suffix!r}; known: .parquet, .jsonl, .json")
+        raise ValueError(f"data.path={path}: unknown suffix {path.suffix!r}; known: .parquet, .jsonl, .json, .csv")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"data.path={path}: expected a list of objects")
     return rows
@@ -144,12 +164,27 @@ def _uids(rows: Rows, cfg: DataConfig, path: str) -> list[str]:
     return uids
 
 
-def _view(cfg: DataConfig, view: ViewConfig, rows: Rows, uids: Sequence[str]) -> list[tuple[Message, ...]]:
+def _choices(rows: Rows, uids: Sequence[str], cfg: DataConfig) -> list[Choices] | None:
+    """The options of every row, where prompts are multiple choice."""
+    if not cfg.wrong:
+        return None
+    if cfg.gold is None:
+        raise ValueError("data.wrong names columns of wrong options: name that of the right one in data.gold")
+    right = _column(rows, cfg.gold, cfg.path)
+    wrong = zip(*(_column(rows, name, cfg.path) for name in cfg.wrong), strict=True)
+    return [draw_choices(uid, str(r), [str(w) for w in ws]) for uid, r, ws in zip(uids, right, wrong, strict=True)]
+
+
+def _view(
+    cfg: DataConfig, view: ViewConfig, rows: Rows, uids: Sequence[str], choices: Sequence[Choices] | None
+) -> list[tuple[Message, ...]]:
     path = view.path or cfg.path
     if view.path is not None:
         rows = read_rows(Path(view.path))[: cfg.limit]
         _same_order(_uids(rows, cfg, view.path), uids, view.path, cfg.path)
-    return [_messages(value, view) for value in _column(rows, view.column or cfg.prompt, path)]
+    options = [c.text for c in choices] if choices else [""] * len(rows)
+    values = _column(rows, view.column or cfg.prompt, path)
+    return [_messages(value, view, text) for value, text in zip(values, options, strict=True)]
 
 
 def _same_order(found: Sequence[str], expected: Sequence[str], path: str, reference: str) -> None:
@@ -161,16 +196,18 @@ def _same_order(found: Sequence[str], expected: Sequence[str], path: str, refere
             raise ValueError(f"{path}: row {row} is {a!r}, but {b!r} in {reference}: views must be row-aligned")
 
 
-def _messages(value: Any, view: ViewConfig) -> tuple[Message, ...]:
+def _messages(value: Any, view: ViewConfig, options: str) -> tuple[Message, ...]:
     turns: list[Any] = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
     messages = [Message(turn["role"], turn["content"]) for turn in turns]
     last = messages[-1]
-    messages[-1] = Message(last.role, f"{view.before}{last.content}{view.after}")
+    messages[-1] = Message(last.role, f"{view.before}{last.content}{options}{view.after}")
     return tuple(messages)
 
 
-def _gold(rows: Rows, uids: Sequence[str], cfg: DataConfig) -> Gold:
+def _gold(rows: Rows, uids: Sequence[str], cfg: DataConfig, choices: Sequence[Choices] | None) -> Gold:
     assert cfg.gold is not None
+    if choices:
+        return dict(zip(uids, (c.right for c in choices), strict=True))
     values = [str(value) for value in _column(rows, cfg.gold, cfg.path)]
     if cfg.gold_after is not None:
         values = [value.rsplit(cfg.gold_after, 1)[-1].strip() for value in values]

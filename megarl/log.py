@@ -5,6 +5,7 @@ import math
 import platform
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -69,6 +70,11 @@ class RunLog:
     def say(self, text: str) -> None:
         """A line for the user, above the progress bar."""
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @property
+    def row(self) -> Metrics:
+        """The present row, as far as it has come."""
+        return dict(self._row)
 
     @property
     def seconds(self) -> Metrics:
@@ -175,6 +181,12 @@ def read_metrics(run_dir: Path) -> list[Metrics]:
     """Rows of a run's metrics.jsonl, by step; null is NaN: a value that was not finite."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]
+
+
+def recent(run_dir: Path, count: int) -> list[Metrics]:
+    """The last ``count`` rows of a run's metrics.jsonl, by step; what a run that is taken up again forgets is gone."""
+    with (run_dir / "metrics.jsonl").open(encoding="utf-8") as file:
+        return [json.loads(line) for line in deque(file, maxlen=count)]
 
 
 def environment() -> dict[str, object]:

@@ -27,6 +27,12 @@ class BatchConfig(Section):
     )
     tokens_per_microbatch: int = Field(default=16384, ge=1, description="tokens per rank in one packed forward pass")
     updates_per_step: int = Field(default=1, ge=1, description="optimizer steps per step, each on an equal part")
+    refill_rounds: int | None = Field(
+        default=None,
+        ge=0,
+        description="dynamic sampling (DAPO): prompts whose rewards are all equal do not train, and at most so many "
+        "times others are dealt in their place; null: off. Where votes are the labels this leaves out consensus",
+    )
 
     samples_per_update: int | None = Field(
         default=None, ge=1, description="instead of updates_per_step: as many equal parts as none is larger than this"
@@ -82,6 +88,15 @@ class AdvantageConfig(Section):
     mode: Literal["grpo", "dr_grpo", "rloo", "batch"] = "grpo"
     ddof: Literal[0, 1] = 1
     eps: float = Field(default=1e-6, ge=0)
+
+
+class RewardConfig(Section):
+    """Shaping of a method's rewards. Soft overlong punishment (DAPO): see advantages.overlong."""
+
+    overlong_buffer: int | None = Field(
+        default=None, ge=1, description="the last so many of max_tokens are punished, ever more; null: off"
+    )
+    overlong_penalty: float = Field(default=1.0, gt=0, description="at max_tokens and beyond")
 
 
 class SamplingConfig(Section):
@@ -190,6 +205,7 @@ class AgentConfig(Section):
     backend: Literal["megatron", "reference"] = "megatron"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     seed: int | None = Field(default=None, description="generation stream; null: from the agent's name")
+    chat_template: bool = Field(default=True, description="false: contents joined by newlines, for a base model")
     optimizer: OptimizerConfig = OptimizerConfig()
     layout: LayoutConfig = LayoutConfig()
     engine: EngineConfig = EngineConfig()
@@ -230,12 +246,18 @@ class ViewConfig(Section):
 
 
 class DataConfig(Section):
-    """A prompt file: .parquet, .jsonl or .json (a list of rows). A prompt is a text or a list of chat messages."""
+    """A prompt file: .parquet, .jsonl, .json (a list of rows), .csv. A prompt is a text or a list of chat messages."""
 
     path: str
     prompt: str = Field(default="prompt", description="column of the prompt")
     gold: str | None = Field(default=None, description="column of the true answer: RLVR and diagnostics only")
     gold_after: str | None = Field(default=None, description="the true answer is what follows this mark, e.g. '####'")
+    wrong: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="columns of wrong options: they and data.gold's follow the prompt under letters, in an order drawn "
+        "from the row's id, and the true answer is a letter",
+    )
     id: str | None = Field(default=None, description="column of a unique id; null: the row number")
     views: dict[str, ViewConfig] = {"original": ViewConfig()}
     max_prompt_tokens: int = Field(default=1024, ge=1, description="longer prompts are left out, and counted")
@@ -255,6 +277,12 @@ class EvaluationConfig(Section):
     data: DataConfig | None = None
     samples_per_prompt: int = Field(default=4, ge=1)
     sampling: SamplingConfig = SamplingConfig()
+    revise: bool = Field(default=False, description="each answer is verified once, and revised once if called wrong")
+    pass_at: tuple[int, ...] = Field(
+        default=(), strict=False, description="k of pass@k and maj@k; empty: 1, 2, 4 ... and samples_per_prompt"
+    )
+    confidence: float = Field(default=0.95, gt=0, lt=1, description="of the bootstrap intervals over problems")
+    resamples: int = Field(default=2000, ge=1, description="of the bootstrap")
 
     @model_validator(mode="after")
     def _has_a_file(self) -> "EvaluationConfig":
@@ -264,17 +292,55 @@ class EvaluationConfig(Section):
             raise ValueError("evaluation.data.gold names no column: accuracy needs true answers")
         return self
 
+    @model_validator(mode="after")
+    def _k_is_among_the_samples(self) -> "EvaluationConfig":
+        beyond = [k for k in self.pass_at if not 1 <= k <= self.samples_per_prompt]
+        if beyond:
+            raise ValueError(
+                f"evaluation.pass_at={list(self.pass_at)}: {beyond[0]} is not within 1 .. "
+                f"samples_per_prompt={self.samples_per_prompt}"
+            )
+        return self
+
     def due(self, step: int) -> bool:
         """Is the cohort to be evaluated before ``step``?"""
         return self.every_steps is not None and step % self.every_steps == 0
 
 
+class TurnConfig(Section):
+    """What is a sign of collapse in one metric, smoothed: a rise and then a fall, or leaving its bounds."""
+
+    rise: float = Field(default=0.2, ge=0, description="from the lowest value before the peak, as a share of the peak")
+    fall: float = Field(default=0.2, gt=0, le=1, description="from the peak to now, as a share of the peak")
+    least: float | None = Field(default=None, description="below it is a sign by itself; null: no such bound")
+    most: float | None = Field(default=None, description="above it is a sign by itself; null: no such bound")
+
+
 class GuardConfig(Section):
-    """When a run is unhealthy. Drift is mean |logprob by engine - by policy| over a step's response tokens."""
+    """When a run is unhealthy. Drift is mean |logprob by engine - by policy| over a step's response tokens.
+
+    Signs of collapse need no true answers and are no proof: a rewards' spread also falls where everybody is right.
+    """
 
     drift_float32: float = Field(default=1e-4, gt=0)
     drift_bfloat16: float = Field(default=6e-2, gt=0)
     on_drift: Literal["stop", "warn"] = "stop"
+    on_collapse: Literal["stop", "warn", "off"] = "warn"
+    window: int = Field(default=40, ge=3, description="steps that are looked back upon, the present one included")
+    smooth: int = Field(default=5, ge=1, description="steps of the running mean that is judged instead of a metric")
+    vote_margin: TurnConfig | None = TurnConfig()
+    entropy: TurnConfig | None = TurnConfig()
+    response_tokens: TurnConfig | None = TurnConfig()
+    reward_spread: TurnConfig | None = TurnConfig()
+
+    @model_validator(mode="after")
+    def _window_holds_a_turn(self) -> "GuardConfig":
+        if self.window < self.smooth + 2:
+            raise ValueError(
+                f"guard.window={self.window} is too short for guard.smooth={self.smooth}: a turn takes three smoothed "
+                f"values, so at least {self.smooth + 2} steps"
+            )
+        return self
 
 
 class ReshardConfig(Section):

@@ -1,30 +1,19 @@
 """`megarl train`. Read this first: one step of a cohort, in the order in which it happens."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from megarl import checkpoint
-from megarl.advantages import spread
-from megarl.agents import (
-    Agents,
-    fitting,
-    generate,
-    learning,
-    measure,
-    open_agents,
-    readers,
-    reshard_all,
-    rolling,
-    seats,
-    update,
-)
-from megarl.answers.read import read_answers
+from megarl.advantages import overlong, spread
+from megarl.agents import Agents, learning, measure, open_agents, readers, reshard_all, rolling, update
+from megarl.collapse import new_signs, signs
 from megarl.config import RunConfig
-from megarl.deck import Deck, open_deck
+from megarl.deck import Cursor, Deck, open_deck
 from megarl.diagnostics import diagnose, drift, twins
-from megarl.evaluate import evaluate, open_evaluation
-from megarl.log import RunLog
-from megarl.types import Metrics, Need, Rollout, RolloutKey, Seed
+from megarl.evaluation.ask import evaluate, open_evaluation
+from megarl.log import RunLog, recent
+from megarl.refill import roll_out, trained
+from megarl.types import Need
 
 
 class GuardStop(RuntimeError):
@@ -47,28 +36,22 @@ def train(cfg: RunConfig, *, resume: Path | None = None) -> Path:
 def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
     deck = open_deck(cfg.data, readers(agents), cfg.seed)
     exam = open_evaluation(cfg, agents)
-    algo = cfg.algo
+    algo, limits = cfg.algo, {seat: a.sampling.max_tokens for a in agents.values() for seat in a.seats}
     needs = (algo.needs | frozenset[Need](("entropy",))) - {"gold"}
     greet(log, agents, deck)
+    cursor = Cursor()
     if start:
-        checkpoint.load(log.run_dir / "checkpoints" / f"step_{start}", agents, deck)
+        cursor = checkpoint.load(log.run_dir / "checkpoints" / f"step_{start}", agents, deck)
     reshard_all(agents, start, cfg.reshard.bucket_bytes, {})
 
     for step in range(start, cfg.steps):
         with log.step(step):
             # prompts -> rollouts (every turn under the same weights)
-            seen: list[Rollout] = []
-            too_long: set[tuple[str, RolloutKey | None]] = set()
             with rolling(agents):
                 if exam and cfg.evaluation.due(step):
                     with log.phase("evaluate"):
                         log.agents("eval", evaluate(cfg, agents, exam, step))
-                asks = deck.deal(step, cfg.batch.prompts_per_step, seats(agents))
-                while asks:
-                    with log.phase("generate"):
-                        answered = generate(agents, asks, Seed(run=cfg.seed, step=step), log.seconds)
-                    seen += read_answers(answered, cfg.answers)
-                    asks = fitting(agents, algo.follow_up(seen), too_long)
+                seen, cursor = roll_out(cfg, agents, deck, cursor, step, log)
 
             with learning(agents):
                 # votes -> pseudo-labels -> rewards -> advantages
@@ -77,11 +60,12 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
                 guard(cfg, log, drift(seen, stats))
                 labels = algo.label(seen, deck.gold if "gold" in algo.needs else None)
                 groups = algo.reward(seen, labels, stats)
-                samples = spread(
-                    groups, seen, stats, cfg.advantage, train_samples_per_prompt=cfg.batch.train_samples_per_prompt
-                )
-                log.agents("engine", unasked(agents, too_long))
                 log.metrics(diagnose(seen, labels, groups, deck.gold, stats))
+                watch(cfg, log)
+                training, teaching = trained(cfg, groups)
+                log.agents("reward", teaching)
+                training = overlong(training, seen, limits, cfg.reward)
+                samples = spread(training, seen, stats, cfg.advantage, cfg.batch.train_samples_per_prompt)
                 for text in twins(seen):
                     log.say(f"warning: {text}")
                 # loss -> update
@@ -92,19 +76,14 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
                 with log.phase("reshard"):
                     log.agents("reshard", reshard_all(agents, step + 1, cfg.reshard.bucket_bytes, log.seconds))
 
-            log.samples(step, seen, labels, groups, samples, stats)
+            log.samples(step, seen, labels, training, samples, stats)
             if due(cfg, step + 1):
                 with log.phase("save"):
-                    checkpoint.save(log.run_dir, step + 1, agents, deck, cfg.checkpoint.keep)
+                    checkpoint.save(log.run_dir, step + 1, agents, deck, cursor, cfg.checkpoint.keep)
 
     if exam:
         with log.step(cfg.steps), rolling(agents):
             log.agents("eval", evaluate(cfg, agents, exam, cfg.steps))
-
-
-def unasked(agents: Agents, too_long: Collection[tuple[str, RolloutKey | None]]) -> dict[str, Metrics]:
-    """Per agent: how many follow-up prompts were too long to be asked; where there was none nothing is said."""
-    return {name: {"prompts_too_long": float(n)} for name in agents if (n := sum(a == name for a, _ in too_long))}
 
 
 def prepare(cfg: RunConfig, resume: Path | None) -> tuple[Path, int]:
@@ -139,6 +118,19 @@ def greet(log: RunLog, agents: Agents, deck: Deck) -> None:
             f"{name}: {agent.config.model}, {agent.config.backend} {agent.config.layout}, {engine}, "
             f"stop ids {list(agent.chat.stop_ids)}"
         )
+
+
+def watch(cfg: RunConfig, log: RunLog) -> None:
+    """Stop (or warn) where the metrics of the steps so far show signs of collapse."""
+    if cfg.guard.on_collapse == "off":
+        return
+    # a step's metrics are those of the weights before its update, so a stop comes before more is spoilt
+    rows = [*recent(log.run_dir, cfg.guard.window), log.row]
+    log.metrics({"cohort/collapse_signs": float(len(signs(rows, cfg.seats, cfg.guard)))})
+    for text in new_signs(rows, cfg.seats, cfg.guard):
+        if cfg.guard.on_collapse == "stop":
+            raise GuardStop(f"sign of collapse: {text} (guard.on_collapse=warn goes on)")
+        log.say(f"warning: sign of collapse: {text}")
 
 
 def guard(cfg: RunConfig, log: RunLog, drifts: Mapping[str, tuple[float, float]]) -> None:

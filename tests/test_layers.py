@@ -17,6 +17,8 @@ PURE = tuple(
     for name in (
         *("types", "settings", "config", "algos", "answers", "deck", "chat", "packing", "loss", "advantages"),
         *("schedule", "diagnostics", "verification", "rollouts", "planning", "views", "diversity"),
+        *("collapse", "choices", "flow"),
+        *(f"evaluation.{part}" for part in ("estimate", "score", "sets", "pairs", "report")),
     )
 )
 ROOT_MODULES_OF_PURE = (*PURE, "megarl_kernels")

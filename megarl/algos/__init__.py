@@ -5,14 +5,20 @@ from typing import Annotated, ClassVar, Protocol
 
 from pydantic import Field
 
+from megarl.algos.controls import FormatOnly, RandomReward
 from megarl.algos.corewarding import CoRewarding
 from megarl.algos.corl import CoRL
 from megarl.algos.coverrl import CoVerRL
+from megarl.algos.intuitor import Intuitor
+from megarl.algos.rent import RENT
 from megarl.algos.rlvr import RLVR
 from megarl.algos.ttrl import TTRL
 from megarl.types import Gold, Group, Labels, Need, Prompt, Rollout, RolloutKey, TokenStats
 
-AnyAlgorithm = Annotated[RLVR | TTRL | CoRL | CoVerRL | CoRewarding, Field(discriminator="name")]
+AnyAlgorithm = Annotated[
+    RLVR | TTRL | CoRL | CoVerRL | CoRewarding | Intuitor | RENT | RandomReward | FormatOnly,
+    Field(discriminator="name"),
+]
 
 
 class Algorithm(Protocol):

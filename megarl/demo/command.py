@@ -6,6 +6,7 @@ describes them.
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import time
@@ -36,7 +37,11 @@ def run(args: Sequence[str], recipe: Recipe = Recipe()) -> None:  # noqa: B008 (
     began = time.perf_counter()
     console, folder = Console(stderr=True), options.output / "demo"
     runs = {method: compose(overrides(method, options.output, options.overrides)) for method in METHODS}
-    for cfg in runs.values():
+    for method, cfg in runs.items():
+        if cfg.run_dir != folder / method:
+            raise ValueError(
+                f"the demo names its runs itself: {cfg.run_dir} is not {folder / method}; --output moves it"
+            )
         shutil.rmtree(cfg.run_dir, ignore_errors=True)
 
     write_problems(folder / "problems")
@@ -71,7 +76,13 @@ def overrides(method: str, output: Path, changes: Sequence[str]) -> list[str]:
         "agents.qwen.model": folder / "models/qwen",
         "agents.llama.model": folder / "models/llama",
     }
-    return [f"+experiment=demo_{method}", *(f"{key}='{path}'" for key, path in moved.items()), *changes]
+    return [f"+experiment=demo_{method}", *(f"{key}={quoted(path)}" for key, path in moved.items()), *changes]
+
+
+def quoted(path: Path) -> str:
+    """A path as hydra reads it back, whatever characters it has."""
+    text = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), str(path))
+    return "'" + text.replace("${", r"\${") + "'"
 
 
 def accuracy_curves(rows: Sequence[Metrics], agents: Sequence[str]) -> dict[str, list[tuple[int, float]]]:

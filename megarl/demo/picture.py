@@ -6,7 +6,8 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-_COLOURS = ("#b5452c", "#1f6f8b", "#8a8a8a")
+# the last is drawn over the others, and dashed: supervised and label-free learning may run together
+_STYLES = (("#b5452c", "-"), ("#1f6f8b", "-"), ("#d9a441", "--"))
 
 
 def draw(
@@ -18,10 +19,10 @@ def draw(
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(agents), sharey=True, squeeze=False)[0]
     for panel, agent in zip(panels, agents, strict=True):
-        for (method, title), colour in zip(titles.items(), _COLOURS, strict=True):
+        for (method, title), (colour, line) in zip(titles.items(), _STYLES, strict=True):
             steps, accuracy = zip(*curves[method][agent], strict=True)
             panel.set_xticks(steps)
-            panel.plot(steps, accuracy, color=colour, marker="o", markersize=3.5, label=title)
+            panel.plot(steps, accuracy, color=colour, linestyle=line, marker="o", markersize=3.5, label=title)
         start = curves[next(iter(titles))][agent][0][1]
         panel.axhline(start, color="black", linewidth=0.8, linestyle=":", label="start")
         panel.set_title(agent)

@@ -58,7 +58,7 @@ def write_problems(folder: Path) -> None:
     """Write train.jsonl and test.jsonl: 2000 problems to train on, 500 others to be judged by.
 
     Columns: prompt, swapped (the same sum the other way round), answer, id. Either school misleads on the same share of
-    both files.
+    both files, and rows are in random order, so on about that share of the first rows as well.
     """
     strata: dict[tuple[bool, ...], list[Problem]] = {}
     for problem in random.Random(0).sample(PROBLEMS, len(PROBLEMS)):
@@ -69,6 +69,7 @@ def write_problems(folder: Path) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, problems in parts.items():
+        random.Random(name).shuffle(problems)
         rows = [
             {"prompt": question(p), "swapped": question(p[::-1]), "answer": str(sum(p)), "id": "+".join(map(str, p))}
             for p in problems

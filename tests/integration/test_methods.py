@@ -100,8 +100,9 @@ def test_coverrl_goes_through_all_its_turns(folder, plain):
 
 
 def test_follow_ups_that_are_too_long_end_the_conversation(folder):
-    rows = read_metrics(train(validate(coverrl(folder, "short", **{"algo.max_prompt_tokens": 12, "steps": 1}))))
-    # a question and its marks are 9 or so tokens: an answer and the request fit nobody
+    limits = {"algo.max_prompt_tokens": 12, "data.max_prompt_tokens": 12}
+    rows = read_metrics(train(validate(coverrl(folder, "short", steps=1, **limits))))
+    # a question and its marks are 9 tokens at most: with an answer and a request nothing fits
     assert rows[0]["agent/sure/engine/prompts_too_long"] > 0
     assert rows[0]["agent/sure/policy/tokens"] == 0
 

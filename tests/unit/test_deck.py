@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.chat import open_chat
-from megarl.deck import Seat, open_deck
+from megarl.deck import Cursor, Seat, open_deck
 from megarl.settings import DataConfig, ViewConfig
 from tests import tiny
 
@@ -63,19 +63,46 @@ def test_chat_prompts_and_nested_columns(tmp_path, chat):
     assert made.gold == {"0": "2"}
 
 
-def test_dealing_is_a_pure_function_of_seed_and_step(tmp_path, chat):
+def steps(made, count, prompts_per_step, seats, start=Cursor()):
+    """uids of so many steps, and the cursor behind each."""
+    dealt, cursors, cursor = [], [], start
+    for _ in range(count):
+        cards, cursor = made.deal(cursor, prompts_per_step, seats)
+        dealt.append([p.uid for p in cards])
+        cursors.append(cursor)
+    return dealt, cursors
+
+
+def test_dealing_is_a_pure_function_of_seed_and_cursor(tmp_path, chat):
     path = write(tmp_path / "d.jsonl")
     seats = {"a": Seat("original", 4)}
     one, again, other = (deck(chat, seed, path=path) for seed in (1, 1, 2))
-    rows = [one.rows_at(step, 3) for step in range(7)]
-    assert rows == [again.rows_at(step, 3) for step in range(7)]
-    assert rows != [other.rows_at(step, 3) for step in range(7)]
+    dealt, cursors = steps(one, 7, 3, seats)
+    assert dealt == steps(again, 7, 3, seats)[0]
+    assert dealt != steps(other, 7, 3, seats)[0]
     # an epoch is three steps of three; nothing twice within it, and the next epoch is another shuffle
     for epoch in (0, 1):
-        dealt = [row for step in range(3) for row in rows[3 * epoch + step]]
-        assert len(set(dealt)) == 9
-    assert rows[:3] != rows[3:6]
-    assert [p.n for p in one.deal(0, 3, seats)] == [4, 4, 4]
+        assert len({uid for step in range(3) for uid in dealt[3 * epoch + step]}) == 9
+    assert dealt[:3] != dealt[3:6]
+    assert [p.n for p in one.deal(Cursor(), 3, seats)[0]] == [4, 4, 4]
+    # case-E1: taken up at any step, the end of an epoch included, the rest is what it would have been
+    for done in range(6):
+        assert steps(again, 6 - done, 3, seats, start=cursors[done])[0] == dealt[done + 1 :]
+
+
+def test_further_prompts_of_a_step_are_new_and_end_with_the_epoch(tmp_path, chat):
+    made = deck(chat, path=write(tmp_path / "d.jsonl"))
+    seats = {"a": Seat("original", 2), "b": Seat("original", 3)}
+    first, cursor = made.deal(Cursor(), 4, seats)
+    more, cursor = made.deal_more(cursor, 3, seats)
+    assert [p.uid for p in more[:3]] == [p.uid for p in more[3:]] and [p.n for p in more] == [2] * 3 + [3] * 3
+    last, cursor = made.deal_more(cursor, 9, seats)
+    assert len(last) == 2 * 3, "three rows were left"
+    uids = [p.uid for p in first[:4] + more[:3] + last[:3]]
+    assert sorted(uids) == sorted(made.uids)
+    assert made.deal_more(cursor, 9, seats) == ([], cursor)
+    # the next step begins the next epoch, as if the further prompts had been a step
+    assert made.deal(cursor, 4, seats) == made.deal(Cursor(epoch=1), 4, seats)
 
 
 def test_every_agent_gets_the_same_rows_each_in_its_own_view(tmp_path, chat):
@@ -85,7 +112,7 @@ def test_every_agent_gets_the_same_rows_each_in_its_own_view(tmp_path, chat):
         {"a": ("original", chat), "b": ("rewrite", chat)},
         0,
     )
-    cards = made.deal(2, 4, {"a": Seat("original", 2), "b": Seat("rewrite", 3)})
+    cards, _ = made.deal(Cursor(place=2), 4, {"a": Seat("original", 2), "b": Seat("rewrite", 3)})
     a, b = cards[:4], cards[4:]
     assert [p.uid for p in a] == [p.uid for p in b]
     for left, right in zip(a, b, strict=True):
@@ -122,14 +149,14 @@ def test_long_prompts_are_left_out_and_counted(tmp_path, chat):
 def test_more_prompts_than_the_deck_holds(tmp_path, chat):
     made = deck(chat, path=write(tmp_path / "d.jsonl"))
     with pytest.raises(ValueError, match=r"prompts_per_step=11.*holds 10 prompts"):
-        made.rows_at(0, 11)
+        made.deal(Cursor(), 11, {})
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"path": "nowhere.jsonl"}, "no such file"),
-        ({"path": "d.csv"}, "unknown suffix '.csv'"),
+        ({"path": "d.txt"}, "unknown suffix '.txt'"),
         ({"path": "d.jsonl", "prompt": "question"}, "no 'question'; its columns: prompt, other, answer, key"),
         ({"path": "d.jsonl", "gold": "solution"}, "no 'solution'"),
         ({"path": "twice.jsonl", "id": "key"}, "'k0' stands twice"),
@@ -139,7 +166,7 @@ def test_more_prompts_than_the_deck_holds(tmp_path, chat):
 def test_bad_files_are_named(tmp_path, chat, settings, message):
     write(tmp_path / "d.jsonl")
     write(tmp_path / "twice.jsonl", [ROWS[0], ROWS[0]])
-    (tmp_path / "d.csv").write_text("prompt\n1\n")
+    (tmp_path / "d.txt").write_text("prompt\n1\n")
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt\n')
     with pytest.raises(ValueError, match=message):
         deck(chat, **{**settings, "path": str(tmp_path / settings["path"])})

@@ -121,6 +121,8 @@ def test_problems_to_train_on_and_to_be_judged_by_are_apart(tmp_path):
     for school in warmstart.SCHOOLS.values():
         shares = [sum(school.misled(*map(int, r["id"].split("+"))) for r in part) / len(part) for part in (train, test)]
         assert shares[0] == shares[1]
+        first = sum(school.misled(*map(int, row["id"].split("+"))) for row in test[:64]) / 64  # what a limit leaves
+        assert abs(first - shares[1]) < 0.15
 
 
 def test_the_three_runs_differ_by_their_method_alone(tmp_path):
@@ -133,6 +135,17 @@ def test_the_three_runs_differ_by_their_method_alone(tmp_path):
     assert {name: str(agent.layout) for name, agent in agents.items()} == {"qwen": "TP2", "llama": "PP2"}
     assert {(a.backend, a.engine.backend, a.replicas) for a in agents.values()} == {("megatron", "vllm", 1)}
     assert sum(agent.slots for agent in agents.values()) == 4
+
+
+@pytest.mark.parametrize("output", ["it's", "${z}", "a b", "x\\y", "end\\", "[1],{2}", "a=b", "ab\\'c", "'"])
+def test_any_folder_name_arrives(output):
+    cfg = compose(command.overrides("corl", Path(output), []))
+    assert cfg.output == output and cfg.data.path == f"{output}/demo/problems/train.jsonl"
+
+
+def test_runs_are_not_moved_by_hand(tmp_path):
+    with pytest.raises(ValueError, match="the demo names its runs itself"):
+        command.run(["--output", str(tmp_path), "name=mine"], BRIEF)
 
 
 def test_a_wrong_override_is_refused_before_anything_is_made(tmp_path):
