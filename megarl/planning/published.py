@@ -1,4 +1,4 @@
-"""Step times that others published for runs of their own, and the fit of ``Rates`` on half of them.
+"""Step times that others published for runs of their own: what the step-time model is fitted on and judged by.
 
 Rows: NVIDIA NeMo RL, synchronous (on-policy) GRPO, Megatron training and vLLM rollouts in BF16 on DGX-H100:
 docs/about/performance-summary.md at releases 0.5 to 0.7, with the recipes beside it for what the table leaves out
@@ -8,12 +8,10 @@ Left out: off-policy and FP8 rows (another schedule, another precision), DeepSee
 decoding), GB200 rows (four GPUs a node).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from megarl.planning.devices import DEVICES, GIB
+from megarl.planning.devices import DEVICES
 from megarl.planning.lengths import Lengths
 from megarl.planning.memory import Layout, Overheads, Recompute, kv_tokens, rollout_memory
 from megarl.planning.models import read_shape
@@ -136,41 +134,3 @@ def predict(row: Row, rates: Rates) -> dict[str, float]:
         "other": rates.other_s,
     }
     return {**phases, "step": sum(phases.values())}
-
-
-def errors(rates: Rates, rows: Sequence[Row] = ROWS) -> dict[str, float]:
-    """Row -> predicted step time over the published one, minus 1."""
-    return {row.name: predict(row, rates)["step"] / row.split["step"] - 1 for row in rows}
-
-
-PRIOR_SPREAD = 0.4  # of the logarithm: how far a rate may stray from its prior before it costs as much as ERROR does
-ERROR = 0.1  # of the logarithm: what the model leaves unexplained
-
-
-def fit(rows: Sequence[Row], prior: Rates = Rates(), rounds: int = 12) -> Rates:  # noqa: B008 (frozen value)
-    """Rates of least squared log error over every published number of the rows, with a log-normal prior on each rate:
-    cyclic descent, one rate at a time. Deterministic.
-    """
-    names = [field.name for field in fields(Rates)]
-    start = np.log([getattr(prior, name) for name in names])
-
-    def cost(logs: np.ndarray) -> float:
-        rates = Rates(**dict(zip(names, np.exp(logs).tolist(), strict=True)))
-        miss = sum(
-            np.log(told[phase] / seconds) ** 2
-            for row in rows
-            for told in [predict(row, rates)]
-            for phase, seconds in row.split.items()
-        )
-        return float(miss / ERROR**2 + (((logs - start) / PRIOR_SPREAD) ** 2).sum())
-
-    best, logs, width = cost(start), start.copy(), 0.4
-    for _ in range(rounds):
-        for place in range(len(names)):
-            for move in (width, -width):
-                tried = logs.copy()
-                tried[place] += move
-                if (found := cost(tried)) < best:
-                    best, logs = found, tried
-        width *= 0.8
-    return Rates(**dict(zip(names, np.exp(logs).tolist(), strict=True)))
