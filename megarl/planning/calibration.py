@@ -22,7 +22,7 @@ from megarl.planning.workload import Expectations
 SHIPPED = CONFIG_DIR / "calibration" / "published.json"
 PRIOR_SPREAD = 0.4  # of the logarithm: how far a rate may stray from its prior before it costs as much as ERROR does
 ERROR = 0.1  # of the logarithm: what the model leaves unexplained
-ROUNDS = 12
+ROUNDS = 24
 WARM_UP = 2  # steps of a run that are not looked at: engines compile, caches fill
 # phase of the planner -> metric of a run
 METRICS = {"rollout": "generate", "measure": "measure", "train": "update", "refit": "reshard"}
@@ -59,7 +59,7 @@ def fit(seen: Sequence[Observation], prior: Rates, spread: float = PRIOR_SPREAD)
                 tried[place] += move
                 if (found := cost(tried)) < best:
                     best, logs = found, tried
-        width *= 0.8
+        width *= 0.85
     return rates(logs)
 
 

@@ -16,7 +16,9 @@ from megarl.planning.devices import DEVICES
 
 from megarl.planning.request import choices_of, needs_of, setting_of
 from megarl.planning.search import Plan
-from megarl.planning.show import misfit_as_data, plan_as_data, print_misfit, print_plan
+from megarl.planning.picture import draw
+from megarl.planning.show import misfit_as_data, plan_as_data, print_misfit, print_plan, print_study
+from megarl.planning.studies import by_interval, by_nodes
 
 from megarl.planning.workload import Expectations
 
@@ -30,9 +32,7 @@ def run(argv: Sequence[str]) -> int:
         return others[argv[0]](argv[1:])
     args = _parser().parse_intermixed_args(argv)
     cfg = compose(args.overrides, args.config_dir)
-    expect = Expectations(
-        prompt_tokens=args.prompt_tokens, response_share=args.response_share, spread=args.response_spread
-    )
+    expect = _expectations(args)
     problem = _problem(cfg, args, expect, free=args.search)
     found = problem.solve()
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -62,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--logits", choices=("whole", "chunked"), default="whole")
     parser.add_argument("--config-dir", type=Path, help="a folder of your own experiment/, algo/ ... YAML files")
     return parser
+
+
+def _expectations(args: Any) -> Expectations:
+    return Expectations(
+        prompt_tokens=args.prompt_tokens, response_share=args.response_share, spread=args.response_spread
+    )
 
 
 def _problem(cfg: RunConfig, args: Any, expect: Expectations, *, free: bool) -> Problem:
@@ -101,12 +107,29 @@ def learn_rates(argv: Sequence[str]) -> int:
 
 def simulate(argv: Sequence[str]) -> int:
     """Barriers against dataflow, dedicated against shared, 1 to 1,024 nodes: megarl plan simulate --plot FILE"""
-    parser = argparse.ArgumentParser(prog="megarl plan simulate", description=simulate.__doc__)
+    parser = _parser()
+    parser.description = simulate.__doc__
     parser.add_argument("--plot", type=Path, help="PNG")
-    parser.add_argument("--steps", type=int, default=40, help="steps of every simulated run")
-    args = parser.parse_args(argv)
-    rows = study(args.steps)
-    print(json.dumps(rows, indent=1))
+    parser.add_argument("--steps", type=int, default=300, help="steps of every simulated run")
+    args = parser.parse_intermixed_args(argv)
+    overrides = args.overrides or ["+experiment=plan_7b_32b_70b_16nodes"]
+    cfg = compose(overrides, args.config_dir)
+    plans = {}
+    for placement in ("dedicated", "shared"):
+        args.placement = placement
+        plans[placement] = _problem(cfg, args, _expectations(args), free=args.search).solve()
+        if not isinstance(plans[placement], Plan):
+            raise ValueError(f"{cfg.experiment}: no {placement} plan fits, so there is nothing to simulate; see megarl plan")
+    phases = {kind: {name: option.seconds for name, option in plan.options.items()} for kind, plan in plans.items()}
+    options = plans["dedicated"].options
+    used = sum(option.gpus for option in options.values())
+    shares = {name: option.gpus / used for name, option in options.items()}
+    rows = by_nodes(phases["dedicated"], phases["shared"], shares, args.steps)
+    rows += by_interval(phases["dedicated"], shares, args.steps)
+    if args.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        print_study(Console(width=100), rows)
     if args.plot:
-        draw(rows, args.plot)
+        draw(rows, f"{cfg.experiment}, simulated, {args.steps} steps", args.plot)
     return 0

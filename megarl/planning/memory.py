@@ -8,7 +8,7 @@ Axes: T tokens of one microbatch on one rank.
 """
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from megarl.planning.devices import GIB, Device
@@ -82,7 +82,9 @@ class PhaseMemory:
 
     @property
     def total(self) -> float:
-        return sum(astuple(self))
+        # written out: the search asks some hundred thousand times
+        policy = self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        return policy + self.engine_weights + self.kv_cache + self.staging + self.overhead
 
 
 def stage_layers(layers: int, pp: int) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ PHASES = ("rollout", "measure", "train", "refit", "handover")
 ENGINE_TP = (1, 2, 4, 8)
 PP = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16)
 CP = (1, 2, 4, 8)
+ONE_RANK = 8192  # tokens: sequences up to here are not cut over ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,7 @@ def layouts(need: Need, gpus: int, machine: Machine) -> Iterator[Layout]:
         if tp > machine.gpus_per_node or not divides(shape, tp):
             continue
         for pp in PP:
-            for cp in CP:
+            for cp in CP if need.longest > ONE_RANK else (1,):
                 dp, rest = divmod(gpus, tp * pp * cp)
                 if rest or not dp or pp > shape.layers or -(-shape.layers // pp) * (pp - 1) >= shape.layers:
                     continue

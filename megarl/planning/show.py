@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -133,21 +134,24 @@ def overrides(cfg: RunConfig, plan: Plan) -> list[str]:
 def print_plan(console: Console, data: Data) -> None:
     """One screen: who sits where, what fills the memory, where the time goes."""
     console.print(_title(data), f": fits, [bold]{data['predicted_seconds']['step']:.0f} s[/] a step", sep="")
-    table = Table("agent", "GPUs", "layout", "engine", "recompute", *_MEMORY, *(f"{p} s" for p in PHASES), "idle")
+    table = Table("agent", "GPUs", "policy", "engine", "GiB per GPU", *(f"{p} s" for p in PHASES), "idle", box=SIMPLE)
     for name, agent in data["agents"].items():
         table.add_row(*_row(name, agent))
     seconds = data["predicted_seconds"]
     table.add_section()
-    blank = [""] * (4 + len(_MEMORY))
-    table.add_row("slowest", *blank, *(f"{seconds[p]:.0f}" for p in PHASES), f"{data['predicted_idle_share']:.0%}")
+    cohort = (f"{seconds[p]:.0f}" for p in PHASES)
+    table.add_row("[bold]cohort[/]", str(data["gpus_used"]), "", "", "", *cohort, f"{data['predicted_idle_share']:.0%}")
     console.print(table)
     assumed = data["assumed"]
+    chosen = next(iter(data["agents"].values()))["layout"]
     console.print(
-        f"GiB per GPU by phase, of {assumed['usable_gib_per_gpu']} usable; up to {data['host_gib_per_node']:.0f} GiB of "
-        f"host memory per node; {data['gpus_used']} of {data['nodes'] * data['gpus_per_node']} GPUs used. "
-        f"{seconds['other']:.0f} s a step lie between the phases.\n"
+        f"GiB per GPU: rollout/train/refit, of {assumed['usable_gib_per_gpu']} usable. Host: up to "
+        f"{data['host_gib_per_node']:.0f} GiB per node. Recompute: {chosen['recompute']}; "
+        f"{chosen['tokens_per_microbatch']} tokens per microbatch.\n"
+        f"A phase lasts as long as its slowest agent (idle: waiting for it); {seconds['other']:.0f} s lie between phases. "
+        f"The run: {data['predicted_run_hours']:g} h.\n"
         f"Assumed: responses of {_spread(assumed['response_tokens'])} tokens (--response-share), prompts of "
-        f"{_spread(assumed['prompt_tokens'])} (--prompt-tokens). The whole run: {data['predicted_run_hours']:g} h.",
+        f"{_spread(assumed['prompt_tokens'])} (--prompt-tokens).",
         highlight=False,
     )
     if not all(agent["trainable"] for agent in data["agents"].values()):
@@ -155,19 +159,15 @@ def print_plan(console: Console, data: Data) -> None:
     console.print("To run it:", *(f"  '{text}'" for text in data["overrides"]), sep="\n", highlight=False, soft_wrap=True)
 
 
-_MEMORY = ("rollout", "train", "refit")
-
-
 def _row(name: str, agent: Data) -> list[str]:
     layout = agent["layout"]
     sizes = [f"{key.upper()}{layout[key]}" for key in ("tp", "pp", "cp", "dp", "ep") if layout[key] > 1]
     return [
-        f"{name}\n{agent['parameters'] / 1e9:.1f}B",
+        f"{name} {agent['parameters'] / 1e9:.1f}B",
         str(agent["gpus"]),
-        "x".join(sizes) or "1",
+        " ".join(sizes) or "1",
         f"TP{layout['engine_tp']} x{layout['engine_replicas']}",
-        f"{layout['recompute']}\n{layout['tokens_per_microbatch'] // 1024}k tok",
-        *(f"{agent['gib_per_gpu'][phase]:.0f}" for phase in _MEMORY),
+        "/".join(f"{agent['gib_per_gpu'][phase]:.0f}" for phase in ("rollout", "train", "refit")),
         *(f"{agent['predicted_seconds'][phase]:.0f}" for phase in PHASES),
         f"{agent['predicted_idle_share']:.0%}",
     ]
@@ -196,3 +196,22 @@ def print_misfit(console: Console, data: Data) -> None:
         console.print(
             f"  {change['change']}  ({change['predicted_step_seconds']:.0f} s a step)", highlight=False, soft_wrap=True
         )
+
+
+def print_study(console: Console, rows: Sequence[Mapping[str, float | str]]) -> None:
+    """What the simulator says, one line per number of nodes."""
+    table = Table("nodes", "barrier per phase", "dataflow", "shared GPUs", "idle: barrier", "dataflow", "shared")
+    schedules = [row for row in rows if row["question"] == "schedule"]
+    for nodes in dict.fromkeys(row["nodes"] for row in schedules):
+        mine = {row["schedule"]: row for row in schedules if row["nodes"] == nodes}
+        kinds = [mine[kind] for kind in ("phases", "dataflow", "shared")]
+        table.add_row(
+            str(nodes),
+            *(f"{row['seconds_per_step']} s" for row in kinds),
+            *(f"{float(row['idle_share']):.1%}" for row in kinds),
+        )
+    console.print(table)
+    studied = [row for row in rows if row["question"] == "checkpoints"]
+    for nodes in dict.fromkeys(row["nodes"] for row in studied):
+        best = min((row for row in studied if row["nodes"] == nodes), key=lambda row: float(row["seconds_per_step"]))
+        console.print(f"{nodes} nodes: a checkpoint every {best['interval']} steps costs least, {best['seconds_per_step']} s a step")
