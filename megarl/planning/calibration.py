@@ -109,7 +109,9 @@ def report(*, refit: bool, write: Path | None, markdown: bool) -> None:
     """Print every published run beside its prediction."""
     rates = fit_published() if refit else load_rates()
     if write is not None:
-        save_rates(write, rates, "NeMo RL, on-policy BF16 GRPO on DGX-H100: rows marked fitted in planning/published.py")
+        save_rates(
+            write, rates, "NeMo RL, on-policy BF16 GRPO on DGX-H100: rows marked fitted in planning/published.py"
+        )
     header = ("run", "rows", "published s", "predicted s", "error", *METRICS)
     lines = [_line(row, predict(row, rates)) for row in ROWS]
     if markdown:

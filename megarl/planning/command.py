@@ -13,13 +13,11 @@ from megarl.config import RunConfig, compose
 from megarl.planning.advice import Problem, changes, missing
 from megarl.planning.calibration import learn, load_rates, report
 from megarl.planning.devices import DEVICES
-
+from megarl.planning.picture import draw
 from megarl.planning.request import choices_of, needs_of, setting_of
 from megarl.planning.search import Plan
-from megarl.planning.picture import draw
 from megarl.planning.show import misfit_as_data, plan_as_data, print_misfit, print_plan, print_study
 from megarl.planning.studies import by_interval, by_nodes
-
 from megarl.planning.workload import Expectations
 
 MISFIT = 2
@@ -75,9 +73,7 @@ def _problem(cfg: RunConfig, args: Any, expect: Expectations, *, free: bool) -> 
     return Problem(
         needs=needs,
         choices=choices_of(cfg, needs, free=free),
-        setting=setting_of(
-            cfg, DEVICES[args.device], load_rates(args.rates), logits=args.logits, refit=args.refit
-        ),
+        setting=setting_of(cfg, DEVICES[args.device], load_rates(args.rates), logits=args.logits, refit=args.refit),
         saves=cfg.checkpoint.every_steps is not None,
         placement=args.placement,
     )
@@ -119,7 +115,9 @@ def simulate(argv: Sequence[str]) -> int:
         args.placement = placement
         plans[placement] = _problem(cfg, args, _expectations(args), free=args.search).solve()
         if not isinstance(plans[placement], Plan):
-            raise ValueError(f"{cfg.experiment}: no {placement} plan fits, so there is nothing to simulate; see megarl plan")
+            raise ValueError(
+                f"{cfg.experiment}: no {placement} plan fits, so there is nothing to simulate; see megarl plan"
+            )
     phases = {kind: {name: option.seconds for name, option in plan.options.items()} for kind, plan in plans.items()}
     options = plans["dedicated"].options
     used = sum(option.gpus for option in options.values())

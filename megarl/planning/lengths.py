@@ -20,7 +20,9 @@ class Lengths:
 
     def __post_init__(self) -> None:
         if not 0 < self.mean < self.limit:
-            raise ValueError(f"mean response of {self.mean:g} tokens: it lies between 0 and the limit of {self.limit:g}")
+            raise ValueError(
+                f"mean response of {self.mean:g} tokens: it lies between 0 and the limit of {self.limit:g}"
+            )
 
     def quantile(self, share: np.ndarray) -> np.ndarray:
         """Tokens that a ``share`` of the responses stays below; float64 of the same shape."""

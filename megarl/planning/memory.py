@@ -175,7 +175,7 @@ def measure_memory(shape: Shape, layout: Layout, training: Training, stage: int,
     )
 
 
-def refit_memory(  # noqa: PLR0913
+def refit_memory(
     shape: Shape, layout: Layout, training: Training, stage: int, engine_tp: int, bucket_bytes: int, over: Overheads
 ) -> PhaseMemory:
     """The engine's weights wake while the policy is whole; one gathered tensor and one bucket are in flight."""
@@ -200,8 +200,14 @@ def engine_weights(shape: Shape, tp: int, itemsize: int = 2) -> float:
     return itemsize * (shape.layers * layer + table * (1 if shape.tied else 2) + shape.hidden)
 
 
-def rollout_memory(  # noqa: PLR0913
-    shape: Shape, layout: Layout, device: Device, engine_tp: int, memory_share: float, max_sequences: int, over: Overheads
+def rollout_memory(
+    shape: Shape,
+    layout: Layout,
+    device: Device,
+    engine_tp: int,
+    memory_share: float,
+    max_sequences: int,
+    over: Overheads,
 ) -> PhaseMemory:
     """vLLM takes ``memory_share`` of the GPU, the rest of it as key/value cache (negative: it does not start)."""
     budget = memory_share * device.memory - over.context * GIB
@@ -222,7 +228,7 @@ def kv_tokens(shape: Shape, cache_bytes: float, engine_tp: int) -> float:
     return max(0.0, cache_bytes) / per_rank
 
 
-def host_bytes_per_rank(  # noqa: PLR0913
+def host_bytes_per_rank(
     shape: Shape, layout: Layout, training: Training, *, saves: bool, over: Overheads, stage: int = 0
 ) -> float:
     """Host memory of one GPU's two processes: while the engine rolls out, weights and optimizer state wait there."""

@@ -88,8 +88,8 @@ class Setting:
     """What every estimate needs beside the agent."""
 
     machine: Machine
-    rates: Rates = Rates()
-    overheads: Overheads = Overheads()
+    rates: Rates
+    overheads: Overheads = field(default_factory=Overheads)
     bucket_bytes: int = 256 << 20
     logits: Logits = "whole"
     refit: Refit = "gathered"
@@ -161,9 +161,7 @@ def training_of(need: Need, layout: Layout, choice: Choice, setting: Setting) ->
     )
 
 
-def memory_of(
-    need: Need, layout: Layout, engine_tp: int, choice: Choice, setting: Setting
-) -> dict[str, PhaseMemory]:
+def memory_of(need: Need, layout: Layout, engine_tp: int, choice: Choice, setting: Setting) -> dict[str, PhaseMemory]:
     """Phase -> the fullest GPU's bytes: the first stage holds most activations, the last one the logits."""
     training, over = training_of(need, layout, choice, setting), setting.overheads
     shape, ends = need.shape, sorted({0, layout.pp - 1})

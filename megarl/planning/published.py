@@ -51,7 +51,7 @@ class Row:
     fitted: bool = False
 
 
-def _grpo(  # noqa: PLR0913
+def _grpo(
     model: str,
     gpus: int,
     release: str,
@@ -121,9 +121,7 @@ def predict(row: Row, rates: Rates) -> dict[str, float]:
     over = Overheads()
     memory = rollout_memory(shape, row.layout, device, row.engine_tp, 0.6, 1024, over)
     # vLLM's default: 1024 responses in flight on GPUs of this size
-    engine = Engine(
-        tp=row.engine_tp, max_sequences=1024, cache_tokens=kv_tokens(shape, memory.kv_cache, row.engine_tp)
-    )
+    engine = Engine(tp=row.engine_tp, max_sequences=1024, cache_tokens=kv_tokens(shape, memory.kv_cache, row.engine_tp))
     microbatch = row.limit // row.layout.cp
     phases = {
         "rollout": rollout_seconds(shape, engine, row.gpus // row.engine_tp, device, work, rates),

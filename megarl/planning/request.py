@@ -12,6 +12,7 @@ from megarl.planning.steptime import Rates, Refit
 from megarl.planning.workload import Expectations, workload
 
 Taken = Literal["none", "stated", "all"]
+MOST_SEQUENCES = 1024  # in flight: vLLM's own default on GPUs of this size
 MICROBATCHES = (4096, 8192, 16384, 32768)  # tokens
 RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     "none": {},
@@ -26,6 +27,7 @@ def needs_of(cfg: RunConfig, expect: Expectations, *, layouts: Taken = "stated")
     for name, agent in cfg.agents.items():
         given = layouts == "all" or (layouts == "stated" and "layout" in agent.model_fields_set)
         engine_given = given or (layouts == "stated" and "tp" in agent.engine.model_fields_set)
+        sequences_given = engine_given or (layouts == "stated" and "max_sequences" in agent.engine.model_fields_set)
         layout = agent.layout
         found.append(
             Need(
@@ -37,7 +39,7 @@ def needs_of(cfg: RunConfig, expect: Expectations, *, layouts: Taken = "stated")
                 keep_reference=cfg.kl_coef(name) > 0,
                 optimizer=agent.optimizer.name,
                 memory_share=agent.engine.memory_share,
-                max_sequences=agent.engine.max_sequences,
+                max_sequences=agent.engine.max_sequences if sequences_given else MOST_SEQUENCES,
                 layout=Layout(tp=layout.tp, pp=layout.pp, cp=layout.cp, dp=layout.dp, sp=layout.sp) if given else None,
                 engine_tp=agent.engine.tp if engine_given else None,
                 gpus=agent.slots if given else None,
@@ -59,14 +61,14 @@ def choices_of(cfg: RunConfig, needs: Sequence[Need], *, free: bool = False) -> 
 
 
 def recompute_of(megatron: Mapping[str, Any]) -> Recompute:
-    """What the ``megatron:`` map recomputes; selective recompute of attention alone saves nothing beside a flash kernel."""
+    """What the ``megatron:`` map recomputes; recompute of attention alone saves nothing with flash kernels."""
     granularity = megatron.get("recompute_granularity")
     if granularity == "full":
         return "full"
     return "mlp" if granularity == "selective" and "mlp" in (megatron.get("recompute_modules") or ()) else "none"
 
 
-def setting_of(  # noqa: PLR0913
+def setting_of(
     cfg: RunConfig, device: Device, rates: Rates, *, logits: Logits = "whole", refit: Refit = "gathered", nodes: int = 0
 ) -> Setting:
     return Setting(

@@ -40,9 +40,9 @@ class Plan:
         return sum(self.idle[name] * option.gpus for name, option in self.options.items()) / gpus
 
 
-def plan(needs: Sequence[Need], choices: Sequence[Choice], setting: Setting, *, saves: bool, placement: Placement) -> (
-    Plan | Estimator
-):
+def plan(
+    needs: Sequence[Need], choices: Sequence[Choice], setting: Setting, *, saves: bool, placement: Placement
+) -> Plan | Estimator:
     """The best plan, or, where none fits, the estimator that knows what was missing."""
     estimator = Estimator(setting)
     search = _dedicated if placement == "dedicated" else _shared
@@ -168,7 +168,9 @@ def assemble(options: Mapping[str, Option], setting: Setting, saves: bool) -> Pl
     if seats is None:
         return None
     host = max(
-        node_host_gib({name: (options[name], there[node]) for name, there in seats.items() if node in there}, setting, saves)
+        node_host_gib(
+            {name: (options[name], there[node]) for name, there in seats.items() if node in there}, setting, saves
+        )
         for node in range(setting.machine.nodes)
     )
     if host > setting.machine.device.host_gib * setting.machine.gpus_per_node / 8:
@@ -238,8 +240,7 @@ def _shared(needs: Sequence[Need], choices: Sequence[Choice], estimator: Estimat
             options=options,
             seats={name: dict.fromkeys(range(setting.machine.nodes), per_node) for name in options},
             seconds=seconds,
-            # nobody waits for a neighbor, but while agents are exchanged nobody computes
-            idle=dict.fromkeys(options, seconds["handover"] / sum(seconds.values())),
+            idle=dict.fromkeys(options, 0.0),  # nobody waits for a neighbor; exchanges are in the handover's seconds
             host_gib=host,
         )
         if best is None or found.step < best.step:

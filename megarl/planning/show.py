@@ -30,9 +30,7 @@ def plan_as_data(cfg: RunConfig, plan: Plan, problem: Problem, expect: Expectati
         "predicted_run_hours": round(cfg.steps * step / 3600, 1),
         "gpus_used": sum(o.gpus for o in plan.options.values()) if plan.placement == "dedicated" else _gpus(problem),
         "host_gib_per_node": round(plan.host_gib, 1),
-        "agents": {
-            name: _agent(plan, name, option, step) for name, option in plan.options.items()
-        },
+        "agents": {name: _agent(plan, name, option, step) for name, option in plan.options.items()},
         "overrides": overrides(cfg, plan),
     }
 
@@ -89,6 +87,7 @@ def _agent(plan: Plan, name: str, option: Option, step: float) -> Data:
         "layout": {
             **{key: getattr(layout, key) for key in ("tp", "pp", "cp", "dp", "ep", "sp")},
             "engine_tp": option.engine_tp,
+            "max_sequences": option.need.max_sequences,
             "engine_replicas": max(1, option.gpus // option.engine_tp),
             "tokens_per_microbatch": option.choice.tokens_per_microbatch,
             "recompute": option.choice.recompute,
@@ -117,7 +116,10 @@ def overrides(cfg: RunConfig, plan: Plan) -> list[str]:
         layout = option.layout
         sizes = [f"{key}: {size}" for key, size in (("tp", layout.tp), ("pp", layout.pp), ("cp", layout.cp))]
         sizes += [f"dp: {layout.dp}", f"sp: {str(layout.sp).lower()}"]
-        found += [f"agents.{name}.layout={{{', '.join(sizes)}}}", f"agents.{name}.engine.tp={option.engine_tp}"]
+        found += [
+            f"agents.{name}.layout={{{', '.join(sizes)}}}",
+            f"agents.{name}.engine={{tp: {option.engine_tp}, max_sequences: {option.need.max_sequences}}}",
+        ]
     choice = next(iter(plan.options.values())).choice
     found.append(f"batch.tokens_per_microbatch={choice.tokens_per_microbatch}")
     found += [
@@ -148,15 +150,17 @@ def print_plan(console: Console, data: Data) -> None:
         f"GiB per GPU: rollout/train/refit, of {assumed['usable_gib_per_gpu']} usable. Host: up to "
         f"{data['host_gib_per_node']:.0f} GiB per node. Recompute: {chosen['recompute']}; "
         f"{chosen['tokens_per_microbatch']} tokens per microbatch.\n"
-        f"A phase lasts as long as its slowest agent (idle: waiting for it); {seconds['other']:.0f} s lie between phases. "
-        f"The run: {data['predicted_run_hours']:g} h.\n"
+        f"A phase lasts as long as its slowest agent (idle: waiting); {seconds['other']:.0f} s lie between phases."
+        f" The run: {data['predicted_run_hours']:g} h.\n"
         f"Assumed: responses of {_spread(assumed['response_tokens'])} tokens (--response-share), prompts of "
         f"{_spread(assumed['prompt_tokens'])} (--prompt-tokens).",
         highlight=False,
     )
     if not all(agent["trainable"] for agent in data["agents"].values()):
         console.print("Planned only: `megarl train` does not build every one of these models or layouts yet.")
-    console.print("To run it:", *(f"  '{text}'" for text in data["overrides"]), sep="\n", highlight=False, soft_wrap=True)
+    console.print(
+        "To run it:", *(f"  '{text}'" for text in data["overrides"]), sep="\n", highlight=False, soft_wrap=True
+    )
 
 
 def _row(name: str, agent: Data) -> list[str]:
@@ -214,4 +218,6 @@ def print_study(console: Console, rows: Sequence[Mapping[str, float | str]]) -> 
     studied = [row for row in rows if row["question"] == "checkpoints"]
     for nodes in dict.fromkeys(row["nodes"] for row in studied):
         best = min((row for row in studied if row["nodes"] == nodes), key=lambda row: float(row["seconds_per_step"]))
-        console.print(f"{nodes} nodes: a checkpoint every {best['interval']} steps costs least, {best['seconds_per_step']} s a step")
+        console.print(
+            f"{nodes} nodes: a checkpoint every {best['interval']} steps costs least: {best['seconds_per_step']} s"
+        )

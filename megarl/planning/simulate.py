@@ -103,24 +103,27 @@ class Outcome:
         return {name: 1 - busy / self.seconds for name, busy in self.busy.items()}
 
 
-class Luck:
-    """How long each phase of each step takes, whatever the schedule: drawn once per (agent, step, phase)."""
+PHASES = ("handover", *ROLL, *LEARN)
+Luck = dict[str, np.ndarray]  # agent -> factor of each phase's seconds, float64[steps, phases]
 
-    def __init__(self, world: World, nodes: Mapping[str, int], seed: int) -> None:
-        self.world, self.nodes, self.seed = world, nodes, seed
 
-    def factor(self, agent: str, step: int, phase: str) -> float:
-        world, count = self.world, self.nodes[agent]
-        phases = (*ROLL, *LEARN, "handover")
-        place = list(self.nodes).index(agent)
-        draws = np.random.default_rng((self.seed, place, step, phases.index(phase))).random(3)
+def draw_luck(world: World, nodes: Mapping[str, int], steps: int, seed: int) -> Luck:
+    """How much longer each phase takes than without bad luck, whatever the schedule and whatever fails."""
+    found = {}
+    for place, (agent, count) in enumerate(nodes.items()):
+        draws = np.random.default_rng((seed, place)).random((3, steps, len(PHASES)))
         # the largest of ``count`` normal draws, by inverting its distribution
-        slowest = np.exp(world.noise * _NORMAL.inv_cdf(float(np.clip(draws[0] ** (1 / count), 1e-12, 1 - 1e-12))))
-        if draws[1] > (1 - world.straggler_chance) ** count:
-            slowest *= world.straggler_factor
-        if phase == "rollout":
-            slowest *= np.exp(world.tail * _NORMAL.inv_cdf(float(np.clip(draws[2], 1e-9, 1 - 1e-9))))
-        return float(slowest)
+        factors = np.exp(world.noise * _normal(draws[0] ** (1 / count)))
+        factors[draws[1] > (1 - world.straggler_chance) ** count] *= world.straggler_factor
+        rollout = PHASES.index("rollout")
+        factors[:, rollout] *= np.exp(world.tail * _normal(draws[2, :, rollout]))
+        found[agent] = factors
+    return found
+
+
+def _normal(shares: np.ndarray) -> np.ndarray:
+    cut = np.clip(shares, 1e-12, 1 - 1e-12)
+    return np.array([_NORMAL.inv_cdf(share) for share in cut.ravel().tolist()]).reshape(shares.shape)
 
 
 def simulate(
@@ -133,13 +136,13 @@ def simulate(
     its teacher's are done. shared: one agent at a time has the GPUs, for its rollouts and again for its learning; every
     exchange costs a handover. A failure anywhere takes all agents back to the last checkpoint.
     """
-    luck = Luck(world, nodes, seed)
+    luck = draw_luck(world, nodes, steps, seed)
     random = np.random.default_rng((seed, 1 << 20))
     busy = dict.fromkeys(phases, 0.0)
     seconds, begin, failures = 0.0, 0, 0
     while begin < steps:
         fails_at = float(random.exponential(world.node_mtbf_s / world.nodes))
-        attempt = _Attempt(phases, teachers, schedule, luck, begin, steps)
+        attempt = _Attempt(phases, teachers, schedule, world, luck, begin)
         attempt.clock.run(until=fails_at)
         for name, spent in attempt.busy.items():
             busy[name] += spent
@@ -155,18 +158,19 @@ def simulate(
 class _Attempt:
     """From a checkpoint to the end, or to the next failure."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         phases: Mapping[str, Mapping[str, float]],
         teachers: Mapping[str, str],
         schedule: Schedule,
+        world: World,
         luck: Luck,
         begin: int,
-        steps: int,
     ) -> None:
         self.clock, self.saved, self.done = Clock(), begin, 0
         self.busy = dict.fromkeys(phases, 0.0)
-        self._phases, self._teachers, self._luck, self._steps = phases, teachers, luck, range(begin, steps)
+        self._phases, self._teachers, self._world, self._luck = phases, teachers, world, luck
+        self._steps = range(begin, len(next(iter(luck.values()))))
         self._gates: dict[tuple[object, ...], Gate] = {}
         if schedule == "shared":
             self.clock.start(self._in_turn())
@@ -180,7 +184,7 @@ class _Attempt:
 
     def _work(self, agent: str, step: int, names: Sequence[str]) -> Process:
         for phase in names:
-            seconds = self._phases[agent][phase] * self._luck.factor(agent, step, phase)
+            seconds = self._phases[agent][phase] * float(self._luck[agent][step, PHASES.index(phase)])
             yield seconds
             self.busy[agent] += seconds
 
@@ -191,7 +195,7 @@ class _Attempt:
 
     def _checkpoint(self, step: int) -> Process:
         """Atomic over the cohort: everybody is there before it begins and after it ends."""
-        world = self._luck.world
+        world = self._world
         if (step + 1) % world.checkpoint_every == 0:
             yield from self._meet(step, "save")
             yield world.checkpoint_s
@@ -221,7 +225,7 @@ class _Attempt:
             for names in (ROLL, LEARN):
                 for agent in self._phases:
                     yield from self._work(agent, step, ("handover", *names))
-            world = self._luck.world
+            world = self._world
             if (step + 1) % world.checkpoint_every == 0:
                 yield world.checkpoint_s * len(self._phases)
                 self.saved = step + 1

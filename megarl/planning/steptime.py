@@ -76,7 +76,9 @@ class Workload:
     @cached_property
     def context(self) -> float:
         """Tokens before an average token of a sequence."""
-        whole = sum(t.tokens * ((t.prompt_tokens + t.lengths.mean) / 2 + t.lengths.mean_context) / 2 for t in self.turns)
+        whole = sum(
+            t.tokens * ((t.prompt_tokens + t.lengths.mean) / 2 + t.lengths.mean_context) / 2 for t in self.turns
+        )
         return whole / self.tokens
 
     @cached_property
@@ -87,7 +89,7 @@ class Workload:
 # ---------------------------------------------------------------- policy
 
 
-def pass_seconds(  # noqa: PLR0913
+def pass_seconds(
     shape: Shape,
     layout: Layout,
     device: Device,
@@ -126,7 +128,7 @@ def _mlp_share(shape: Shape) -> float:
     return mlp / (mlp + shape.attention)
 
 
-def _collectives(  # noqa: PLR0913
+def _collectives(
     shape: Shape, layout: Layout, device: Device, tokens: float, passes: float, layers: int, rates: Rates
 ) -> float:
     """Tensor-, context- and expert-parallel traffic of one stage's microbatch, none of it hidden."""
@@ -145,7 +147,7 @@ def _collectives(  # noqa: PLR0913
     return layers * passes * seconds
 
 
-def train_seconds(  # noqa: PLR0913
+def train_seconds(
     shape: Shape,
     layout: Layout,
     device: Device,
@@ -177,7 +179,7 @@ def train_seconds(  # noqa: PLR0913
     return work.updates * (passes + reduction + adam)
 
 
-def measure_seconds(  # noqa: PLR0913
+def measure_seconds(
     shape: Shape, layout: Layout, device: Device, work: Workload, tokens_per_microbatch: int, rates: Rates
 ) -> float:
     """Logprobs of every rollout: once by the policy, once more by the reference where there is one."""
@@ -208,16 +210,12 @@ class Engine:
     cache_tokens: float
 
 
-def rollout_seconds(
-    shape: Shape, engine: Engine, replicas: int, device: Device, work: Workload, rates: Rates
-) -> float:
+def rollout_seconds(shape: Shape, engine: Engine, replicas: int, device: Device, work: Workload, rates: Rates) -> float:
     """Until the last response of the last replica is done, turn after turn."""
     return sum(_turn_seconds(shape, engine, replicas, device, turn, rates) for turn in work.turns)
 
 
-def _turn_seconds(
-    shape: Shape, engine: Engine, replicas: int, device: Device, turn: Turn, rates: Rates
-) -> float:
+def _turn_seconds(shape: Shape, engine: Engine, replicas: int, device: Device, turn: Turn, rates: Rates) -> float:
     share = math.ceil(turn.samples / replicas)
     count = min(share, REPRESENTATIVES)
     weight = share / count  # responses that each representative stands for

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
-from megarl.planning.simulate import Schedule, World, simulate
+from megarl.planning.simulate import Outcome, Schedule, World, simulate
 
+SEEDS = 4  # runs that every figure is the mean of
 NODES = (1, 4, 16, 64, 256, 1024)
 INTERVALS = (1, 2, 5, 10, 20, 50, 100)  # steps between checkpoints
 SCHEDULES: tuple[Schedule, ...] = ("phases", "dataflow", "shared")
@@ -17,7 +19,7 @@ def ring(agents: Sequence[str]) -> dict[str, str]:
     return {agent: agents[i - 1] for i, agent in enumerate(agents)}
 
 
-def by_nodes(dedicated: Phases, shared: Phases, shares: Mapping[str, float], steps: int, seed: int = 0) -> list[Row]:
+def by_nodes(dedicated: Phases, shared: Phases, shares: Mapping[str, float], steps: int) -> list[Row]:
     """Schedules at every number of nodes, work growing with them: each agent keeps its phases' seconds and its share
     of the nodes, while more nodes mean slower slowest ones and more failures.
     """
@@ -27,41 +29,49 @@ def by_nodes(dedicated: Phases, shared: Phases, shares: Mapping[str, float], ste
             phases = shared if schedule == "shared" else dedicated
             nodes = {name: count if schedule == "shared" else max(1, round(shares[name] * count)) for name in phases}
             world = World(nodes=count)
-            out = simulate(phases, ring(list(phases)), schedule, world, steps=steps, nodes=nodes, seed=seed)
-            # shared agents have all GPUs: what matters is that somebody works, not who
-            idle = (
-                1 - sum(out.busy.values()) / out.seconds
-                if schedule == "shared"
-                else sum(out.idle[name] * shares[name] for name in phases) / sum(shares.values())
-            )
+            teachers = ring(list(phases))
+            outs = [
+                simulate(phases, teachers, schedule, world, steps=steps, nodes=nodes, seed=seed)
+                for seed in range(SEEDS)
+            ]
             rows.append(
                 {
                     "question": "schedule",
                     "nodes": count,
                     "schedule": schedule,
-                    "seconds_per_step": round(out.seconds_per_step, 2),
-                    "idle_share": round(idle, 4),
-                    "failures": out.failures,
+                    "seconds_per_step": round(fmean(out.seconds_per_step for out in outs), 2),
+                    "idle_share": round(fmean(_idle(out, schedule, shares) for out in outs), 4),
+                    "failures": fmean(out.failures for out in outs),
                 }
             )
     return rows
 
 
-def by_interval(dedicated: Phases, shares: Mapping[str, float], steps: int, seed: int = 0) -> list[Row]:
+def _idle(out: Outcome, schedule: Schedule, shares: Mapping[str, float]) -> float:
+    """Share of GPU time in which nobody works. Shared agents have all GPUs: what matters is that somebody works."""
+    if schedule == "shared":
+        return 1 - sum(out.busy.values()) / out.seconds
+    return sum(out.idle[name] * share for name, share in shares.items()) / sum(shares.values())
+
+
+def by_interval(dedicated: Phases, shares: Mapping[str, float], steps: int) -> list[Row]:
     """Seconds per step by checkpoint interval, under barriers per phase."""
     rows: list[Row] = []
     for count in (64, 256, 1024):
         nodes = {name: max(1, round(shares[name] * count)) for name in dedicated}
         for interval in INTERVALS:
             world = replace(World(nodes=count), checkpoint_every=interval)
-            out = simulate(dedicated, ring(list(dedicated)), "phases", world, steps=steps, nodes=nodes, seed=seed)
+            teachers = ring(list(dedicated))
+            outs = [
+                simulate(dedicated, teachers, "phases", world, steps=steps, nodes=nodes, seed=s) for s in range(SEEDS)
+            ]
             rows.append(
                 {
                     "question": "checkpoints",
                     "nodes": count,
                     "interval": interval,
-                    "seconds_per_step": round(out.seconds_per_step, 2),
-                    "failures": out.failures,
+                    "seconds_per_step": round(fmean(out.seconds_per_step for out in outs), 2),
+                    "failures": fmean(out.failures for out in outs),
                 }
             )
     return rows
