@@ -110,9 +110,19 @@ def seats(agents: Agents) -> dict[str, Seat]:
     return {name: seat for agent in agents.values() for name, seat in agent.seats.items()}
 
 
-def readers(agents: Agents) -> dict[str, tuple[str, Chat]]:
-    """Name -> (view, chat): who reads which wording."""
-    return {name: (seat.view, agent.chat) for agent in agents.values() for name, seat in agent.seats.items()}
+def open_chats(cfg: RunConfig) -> dict[str, Chat]:
+    """Every agent's chat; the first look at its model folder."""
+    return {
+        name: open_chat(agent.model, agent.template, plain=not agent.chat_template)
+        for name, agent in cfg.agents.items()
+    }
+
+
+def readers(cfg: RunConfig, chats: Mapping[str, Chat]) -> dict[str, tuple[str, Chat]]:
+    """Name -> (view, chat), of every name under which prompts are dealt: who reads which wording."""
+    return {
+        seat: (view, chats[name]) for name, agent in cfg.agents.items() for seat, view in agent.seated(name).items()
+    }
 
 
 def fitting(agents: Agents, asks: Sequence[Prompt], too_long: set[tuple[str, RolloutKey | None]]) -> list[Prompt]:
@@ -167,16 +177,12 @@ def reshard_all(agents: Agents, version: int, bucket_bytes: int, seconds: Metric
 
 
 @contextmanager
-def open_agents(cfg: RunConfig, run_dir: Path) -> Iterator[Agents]:
+def open_agents(cfg: RunConfig, run_dir: Path, chats: Mapping[str, Chat]) -> Iterator[Agents]:
     """Build the cohort, all agents side by side, on disjoint GPUs; tear all of it down at the end."""
     # reference backends live in this process, and on CPU a sum depends on how many threads share it
     torch.set_num_threads(cfg.cluster.threads_per_rank)
     with ExitStack() as stack:
         placements: Mapping[str, Placement] = {}
-        chats = {
-            name: open_chat(agent.model, agent.template, plain=not agent.chat_template)
-            for name, agent in cfg.agents.items()
-        }
         hosted = {name: agent for name, agent in cfg.agents.items() if _needs_cluster(agent)}
         if hosted:
             cluster = connect(cfg.cluster, run_dir)

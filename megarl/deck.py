@@ -44,17 +44,21 @@ class Deck:
     def __len__(self) -> int:
         return len(self.uids)
 
+    def check_size(self, prompts_per_step: int) -> None:
+        """Raise where a step would hold one prompt twice."""
+        if prompts_per_step > len(self):
+            raise ValueError(
+                f"batch.prompts_per_step={prompts_per_step}, but the deck holds {len(self)} prompts "
+                f"({self.filtered} were too long); lower it to at most {len(self)} or bring more prompts"
+            )
+
     def deal(self, cursor: Cursor, prompts_per_step: int, seats: Mapping[str, "Seat"]) -> tuple[list[Prompt], Cursor]:
         """A step's prompts for every seat (the same rows, each in the seat's own view), and the cursor behind them.
 
         An epoch is a shuffle of all rows. Where fewer are left of it than a step takes, those are left out and the next
         epoch begins, so that no step holds one prompt twice.
         """
-        if prompts_per_step > len(self):
-            raise ValueError(
-                f"batch.prompts_per_step={prompts_per_step}, but the deck holds {len(self)} prompts "
-                f"({self.filtered} were too long); lower it to at most {len(self)} or bring more prompts"
-            )
+        self.check_size(prompts_per_step)
         if cursor.place + prompts_per_step > len(self):
             cursor = Cursor(epoch=cursor.epoch + 1)
         return self.deal_more(cursor, prompts_per_step, seats)

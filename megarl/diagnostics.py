@@ -64,14 +64,16 @@ def diagnose(
 def drift(seen: Sequence[Rollout], stats: Mapping[RolloutKey, TokenStats]) -> dict[str, tuple[float, float]]:
     """agent -> mean and maximum of |engine - policy| over the logprobs of its sampled tokens.
 
-    Tokens without an engine logprob (NaN) are left out. Before an update both sides hold the same weights, so this is
-    the numerical distance of the two implementations and catches a weight that was not handed over.
+    Tokens without an engine logprob (NaN) are left out, unless the policy's is NaN too: then so are both results.
+    Before an update both sides hold the same weights, so this is the numerical distance of the two implementations and
+    catches a weight that was not handed over.
     """
     gaps: dict[str, list[np.ndarray]] = {}
     for r in seen:
         if r.key in stats:
-            gap = np.abs(r.logprobs.astype(np.float64) - stats[r.key].logprobs)
-            gaps.setdefault(r.prompt.agent, []).append(gap[~np.isnan(r.logprobs)])
+            policy = stats[r.key].logprobs
+            gap = np.abs(r.logprobs.astype(np.float64) - policy)
+            gaps.setdefault(r.prompt.agent, []).append(gap[~np.isnan(r.logprobs) | np.isnan(policy)])
     whole = {agent: np.concatenate(parts) for agent, parts in gaps.items()}
     return {agent: (float(gap.mean()), float(gap.max())) for agent, gap in whole.items() if gap.size}
 

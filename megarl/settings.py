@@ -64,10 +64,15 @@ class BatchConfig(Section):
 
 
 class LossConfig(Section):
-    """Clipped surrogate with optional KL term and truncated importance sampling (algorithms: PPO, GRPO, DAPO, TIS)."""
+    """Clipped surrogate with optional KL term and truncated importance sampling (PPO, GRPO, DAPO, GSPO, TIS)."""
 
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.2, gt=0)
+    ratio_level: Literal["token", "sequence"] = Field(
+        default="token",
+        description="sequence (GSPO): one ratio per response, the geometric mean of its tokens'; clip_low and "
+        "clip_high are then about 3e-4 and 4e-4",
+    )
     dual_clip: float | None = Field(default=None, gt=1, description="bound c of the loss at negative advantages")
     kl_coef: float = Field(default=0.0, ge=0, description="beta; above 0 the initial weights are kept as reference")
     kl: Literal["k1", "k2", "k3"] = "k3"
@@ -325,6 +330,9 @@ class GuardConfig(Section):
     drift_float32: float = Field(default=1e-4, gt=0)
     drift_bfloat16: float = Field(default=6e-2, gt=0)
     on_drift: Literal["stop", "warn"] = "stop"
+    skipped_in_a_row: int = Field(
+        default=3, ge=1, description="steps with a gradient that is not finite, one after the other, before a stop"
+    )
     on_collapse: Literal["stop", "warn", "off"] = "warn"
     window: int = Field(default=40, ge=3, description="steps that are looked back upon, the present one included")
     smooth: int = Field(default=5, ge=1, description="steps of the running mean that is judged instead of a metric")

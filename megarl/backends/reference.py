@@ -382,6 +382,8 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Te
     logprobs = z.log_softmax(dim=-1)
     below = logprobs.double().exp().cumsum(dim=-1)
     total = below[:, -1:]
+    if not torch.isfinite(total).all():
+        raise FloatingPointError("the engine's logits are no numbers: the weights are spoilt")
     # never as far as the total: what lies there has probability 0
     mark = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
     tokens = torch.searchsorted(below, mark, right=True)

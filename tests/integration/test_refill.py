@@ -91,7 +91,7 @@ def test_case_b7_nothing_but_consensus(folder, capfd):
     """Nearly greedy sampling: all rollouts of a prompt are equal. The refill ends, is said and counted, and the run
     goes on with step, learning rate and deck where they ought to be.
     """
-    changes = DYNAMIC | {"sampling.temperature": 1e-3, "guard": {"on_drift": "warn"}, "steps": 4}
+    changes = DYNAMIC | {"sampling.temperature": 1e-6, "guard": {"on_drift": "warn"}, "steps": 4}
     run = train(validate(raw(folder, {"name": "ttrl"}, name="consensus", **changes)))
     rows = read_metrics(run)
     # 24 problems: two steps of 3 + 2 * 3, then 6 are left: one refill of 3, and the epoch has no more

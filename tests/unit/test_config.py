@@ -160,7 +160,7 @@ def test_a_typo_is_refused_however_it_is_added(folder, prefix):
         (["+experiment=mine", "stepz=3"], "stepz: no such key; did you mean steps?"),
         (["+experiment=mine", "batch.prompts_per_step=-1"], "batch.prompts_per_step"),
         (["+experiment=mine", "=3"], ""),
-        (["--resume", "nowhere"], "no run there"),
+        (["--resume", "nowhere"], "--config-dir has no place beside it"),
     ],
 )
 def test_the_command_line_ends_with_2_and_one_line(folder, arguments, expected):

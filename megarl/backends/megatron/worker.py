@@ -120,13 +120,25 @@ class MegatronWorker:
 
         def share(output: LogprobOutput, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             return pg_loss(
-                output.logprob, batch, loss, num_tokens=num_tokens, num_sequences=num_sequences, kl_coef=kl_coef
+                output.logprob,
+                batch,
+                loss,
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+                kl_coef=kl_coef,
+                context_sum=self._context_sum if self.groups.cp.size() > 1 else None,
             )
 
         packs = [Pack.of(m, self.model, self.device) for m in microbatches]
         sums = run(self.model, packs, share, temperature=self.temperature, stats=(), train=True)
         grad_norm, applied = self.optimizer.step(lr)
         return UpdateResult(_added(sums) if self._answers else {}, grad_norm, applied)
+
+    def _context_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Added up over the ranks that hold pieces of the same sequences."""
+        values = values.clone()
+        dist.all_reduce(values, group=self.groups.cp)
+        return values
 
     def begin_export(self) -> None:
         """Start over with the first weight."""
