@@ -196,7 +196,7 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Any):
+    def backward(ctx, *grads: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, target, factor, *saved = ctx.saved_tensors
         rows = moments.rows_of(grads, target, factor, saved, ctx.options)
         if rows is None:
@@ -244,11 +244,8 @@ def _add_gradients(
         taken = chunks.rows(where, count)
         projection.fill_logits(taken, weight, bias, logits)
         fills = {"target": options.ignore_index, "factor": 1.0}
-        of_chunk = Rows(
-            *(
-                None if x is None else chunks.padded(x, where, fills.get(name, 0.0))
-                for name, x in rows._asdict().items()
-            )
+        of_chunk = Rows._make(
+            None if x is None else chunks.padded(x, where, fills.get(name, 0.0)) for name, x in rows._asdict().items()
         )
         plan.kernels.fill_gradient(logits, of_chunk, options, d_logits)
         if out.bias is not None:

@@ -95,7 +95,7 @@ class _LogprobFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Any):
+    def backward(ctx, *grads: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
         logits, target, factor, *saved = ctx.saved_tensors
         rows = moments.rows_of(grads, target, factor, saved, ctx.options)
         if rows is None:

@@ -109,7 +109,7 @@ class Rows(NamedTuple):
     g_certainty: Tensor | None
 
     def at(self, rows: slice | Tensor) -> "Rows":
-        return Rows(*(None if x is None else x[rows] for x in self))
+        return Rows._make(None if x is None else x[rows] for x in self)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -53,7 +53,7 @@ class ReferencePolicy:
         self._model = _load_model(agent)
         self._reference = _load_model(agent).requires_grad_(False) if kl_coef > 0 else None
         _check_head(self._model, agent.model)
-        self._vocab_size = self._model.get_input_embeddings().weight.shape[0]
+        self._vocab_size = _head(self._model).weight.shape[0]
         self._weights = dict(self._model.named_parameters())  # tied ones once
         self._masters = {
             name: w if w.dtype == torch.float32 else w.detach().float().requires_grad_()
@@ -401,9 +401,9 @@ def _load_model(agent: AgentConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(agent.model, dtype=DTYPES[agent.dtype]).eval()
 
 
-def _head(model: PreTrainedModel) -> torch.nn.Module:
+def _head(model: PreTrainedModel) -> torch.nn.Linear:
     head = model.get_output_embeddings()
-    assert head is not None, f"{type(model).__name__} is no language model"
+    assert isinstance(head, torch.nn.Linear), f"{type(model).__name__} is no language model"
     return head
 
 

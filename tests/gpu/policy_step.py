@@ -51,7 +51,8 @@ def build(device: torch.device, dtype: torch.dtype) -> SimpleNamespace:
     config = TransformerConfig(
         num_layers=2, hidden_size=256, num_attention_heads=8, num_query_groups=4, ffn_hidden_size=512,
         normalization="RMSNorm", gated_linear_unit=True, activation_func=torch.nn.functional.silu,
-        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype, bf16=dtype == torch.bfloat16,
+        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype, use_cpu_initialization=device.type == "cpu", calculate_per_token_loss=True,
         gradient_accumulation_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
         masked_softmax_fusion=False, apply_rope_fusion=False, persist_layer_norm=False,
