@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -20,7 +21,7 @@ class Chat:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]  # every id that ends a response: the tokenizer's and the generation config's
     vocab_size: int  # rows of the model's embedding, without any padding
-    options: Mapping[str, bool | int | str] = field(default_factory=dict)  # arguments of the template
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of the template, passed through
     plain: bool = False  # contents joined by newlines, although the tokenizer may have a template
 
     @property
@@ -36,9 +37,8 @@ class Chat:
         """
         if self.templated:
             turns = [{"role": m.role, "content": m.content} for m in messages]
-            text = str(
-                self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **self.options)
-            )
+            options: dict[str, Any] = dict(self.options)
+            text = str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options))
         else:
             text = "\n".join(m.content for m in messages)
         ids = [int(i) for i in self.tokenizer.encode(text, add_special_tokens=False)]

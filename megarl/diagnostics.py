@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 
 from megarl.algos.common import answers_by_prompt, tally
-from megarl.answers.equal import equal
+from megarl.answers.equal import Outcome, compare, equal
 from megarl.diversity import answers_of, classes, overlap
 from megarl.types import Ballot, Gold, Group, Labels, Metrics, Rollout, RolloutKey, TokenStats
 from megarl.verification import drops, verification
@@ -39,6 +39,8 @@ def diagnose(
     cohort: agreement/<a>~<b> (share of the prompts voted on by both whose majorities are equal), and of their single
     answers, against the truth, kappa/<a>~<b>, complementarity/..., same_wrong/... and either/... (see diversity).
 
+    label/undecided and reward/undecided: see _undecided.
+
     Metrics that need true answers cover the prompts that have one, and are left out where none has.
     """
     ballots = tally(seen)
@@ -57,6 +59,7 @@ def diagnose(
         values |= _dropped(own, {k: b for k, b in labels.items() if k[0] == agent}, own_groups, gold or {})
         if agent in drifts:
             values["policy/logprob_drift_mean"], values["policy/logprob_drift_max"] = drifts[agent]
+        values |= _undecided(own, [b for k, b in ballots.items() if k[0] == agent], labels)
         out |= {f"agent/{agent}/{name}": value for name, value in values.items()}
     return out | _agreement(ballots) | _overlap(seen, gold)
 
@@ -64,14 +67,16 @@ def diagnose(
 def drift(seen: Sequence[Rollout], stats: Mapping[RolloutKey, TokenStats]) -> dict[str, tuple[float, float]]:
     """agent -> mean and maximum of |engine - policy| over the logprobs of its sampled tokens.
 
-    Tokens without an engine logprob (NaN) are left out. Before an update both sides hold the same weights, so this is
-    the numerical distance of the two implementations and catches a weight that was not handed over.
+    Tokens without an engine logprob (NaN) are left out, unless the policy's is NaN too: then so are both results.
+    Before an update both sides hold the same weights, so this is the numerical distance of the two implementations and
+    catches a weight that was not handed over.
     """
     gaps: dict[str, list[np.ndarray]] = {}
     for r in seen:
         if r.key in stats:
-            gap = np.abs(r.logprobs.astype(np.float64) - stats[r.key].logprobs)
-            gaps.setdefault(r.prompt.agent, []).append(gap[~np.isnan(r.logprobs)])
+            policy = stats[r.key].logprobs
+            gap = np.abs(r.logprobs.astype(np.float64) - policy)
+            gaps.setdefault(r.prompt.agent, []).append(gap[~np.isnan(r.logprobs) | np.isnan(policy)])
     whole = {agent: np.concatenate(parts) for agent, parts in gaps.items()}
     return {agent: (float(gap.mean()), float(gap.max())) for agent, gap in whole.items() if gap.size}
 
@@ -268,3 +273,15 @@ def _overlap(seen: Sequence[Rollout], gold: Gold | None) -> Metrics:
 def _mean(values: Iterable[float]) -> float:
     values = list(values)
     return float(sum(values) / len(values)) if values else 0.0
+
+
+def _undecided(seen: Sequence[Rollout], ballots: Sequence[Ballot], labels: Labels) -> Metrics:
+    """Pairs of classes in the agent's own votes, and answers against its labels, that could be neither shown equal nor
+    different: they count as different, and these are how often that was a guess."""
+    pairs = [
+        (r.answer, labels[r.prompt.agent, r.prompt.uid].answer)
+        for r in seen
+        if r.prompt.role == "solve" and (r.prompt.agent, r.prompt.uid) in labels
+    ]
+    unsure = sum(a is not None and b is not None and compare(a, b) is Outcome.UNDECIDED for a, b in pairs)
+    return {"label/undecided": float(sum(b.undecided for b in ballots)), "reward/undecided": float(unsure)}

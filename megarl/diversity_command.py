@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl import rollouts
-from megarl.agents import open_agents, reshard_all, rolling
+from megarl.agents import open_agents, open_chats, reshard_all, rolling
 from megarl.answers.read import read_answers
 from megarl.backends.cluster import WorkerLost
 from megarl.config import CONFIG_DIR, compose_raw, validate
@@ -100,10 +100,10 @@ def _asked(args: argparse.Namespace, exam: ExamSet) -> list[Rollout]:
     if "agents" not in raw:
         raise ValueError("whom to compare? agents.NAME.model=DIR for each, +experiment=NAME, or --rollouts FILE")
     cfg = prepared(validate(completed(raw, [exam])), [exam])
-    with open_agents(cfg, cfg.run_dir / "diversity") as agents:
+    with open_agents(cfg, cfg.run_dir / "diversity", open_chats(cfg)) as agents:
         reshard_all(agents, 0, cfg.reshard.bucket_bytes, {})
-        deck = deck_of(agents, exam.data, cfg.seed)
-        prompts = deck.everything(seats(agents, exam.data, cfg.evaluation.samples_per_prompt))
+        deck = deck_of(cfg, {name: agent.chat for name, agent in agents.items()}, exam.data)
+        prompts = deck.everything(seats(cfg.agents, exam.data, cfg.evaluation.samples_per_prompt))
         once = cfg.evaluation.model_copy(update={"revise": False})
         with rolling(agents):
             return ask(agents, prompts, once, cfg.seed, answers=exam.answers, requests=exam.requests).rollouts

@@ -42,8 +42,9 @@ def _confusion(own: Sequence[Rollout], verdicts: Sequence[Rollout], gold: Gold) 
     judged = {r.key: r for r in own}
     truth: dict[bool, list[str | None]] = {True: [], False: []}  # is the answer right? -> what was said of it
     for v in verdicts:
-        if v.prompt.uid in gold and v.prompt.parent in judged:
-            truth[_right(judged[v.prompt.parent], gold)].append(v.answer)
+        answer = None if v.prompt.parent is None else judged.get(v.prompt.parent)
+        if v.prompt.uid in gold and answer is not None:
+            truth[_right(answer, gold)].append(v.answer)
     hits = {True: truth[True].count("correct"), False: truth[False].count("wrong")}
     out: Metrics = {}
     if truth[True]:

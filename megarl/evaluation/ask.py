@@ -1,15 +1,16 @@
 """Asking the cohort's engines: no learning, and nothing here reaches a reward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.agents import Agents, fitting, generate
 from megarl.algos.coverrl import CoVerRL, Requests, revise_prompt, verify_prompt
 from megarl.answers.read import read_answers
+from megarl.chat import Chat
 from megarl.config import RunConfig
 from megarl.deck import Deck, Seat, open_deck
 from megarl.evaluation.score import VERIFICATION, Rules, score
-from megarl.settings import AnswersConfig, DataConfig, EvaluationConfig
+from megarl.settings import AgentConfig, AnswersConfig, DataConfig, EvaluationConfig
 from megarl.types import Metrics, Prompt, Rollout, RolloutKey, Seed
 
 _STEP = -1  # of the seeds: no step of training
@@ -52,30 +53,31 @@ def ask(
     return Asked(out, len(too_long))
 
 
-def seats(agents: Agents, data: DataConfig, samples: int) -> dict[str, Seat]:
+def seats(agents: Mapping[str, AgentConfig], data: DataConfig, samples: int) -> dict[str, Seat]:
     """Every agent's seat at a problem set: in its own view where the set has that, else in the view "original"."""
     out = {}
     for name, agent in agents.items():
-        view = agent.config.view if agent.config.view in data.views else "original"
+        view = agent.view if agent.view in data.views else "original"
         if view not in data.views:
             raise ValueError(
-                f"agents.{name}.view={agent.config.view}: {data.path} has neither this view nor one named original; "
+                f"agents.{name}.view={agent.view}: {data.path} has neither this view nor one named original; "
                 f"its views: {', '.join(data.views)}"
             )
         out[name] = Seat(view=view, n=samples)
     return out
 
 
-def deck_of(agents: Agents, data: DataConfig, seed: int) -> Deck:
+def deck_of(cfg: RunConfig, chats: Mapping[str, Chat], data: DataConfig) -> Deck:
     """The problems that fit every agent, each in its own wording."""
-    views = {name: seat.view for name, seat in seats(agents, data, 1).items()}
-    return open_deck(data, {name: (views[name], agent.chat) for name, agent in agents.items()}, seed)
+    seated = seats(cfg.agents, data, 1)
+    readers = {name: (seated[name].view, chat) for name, chat in chats.items()}
+    return open_deck(data, readers, cfg.seed, gold_needed=True)
 
 
-def open_evaluation(cfg: RunConfig, agents: Agents) -> Deck | None:
+def open_evaluation(cfg: RunConfig, chats: Mapping[str, Chat]) -> Deck | None:
     """The deck of a run's own evaluation, if it has one."""
     data = cfg.evaluation.data
-    return None if data is None else deck_of(agents, data, cfg.seed)
+    return None if data is None else deck_of(cfg, chats, data)
 
 
 def evaluate(cfg: RunConfig, agents: Agents, deck: Deck, step: int) -> dict[str, Metrics]:
@@ -86,7 +88,7 @@ def evaluate(cfg: RunConfig, agents: Agents, deck: Deck, step: int) -> dict[str,
     """
     settings = cfg.evaluation
     assert deck.gold is not None and settings.data is not None
-    prompts = deck.everything(seats(agents, settings.data, settings.samples_per_prompt))
+    prompts = deck.everything(seats(cfg.agents, settings.data, settings.samples_per_prompt))
     requests = cfg.algo.requests if isinstance(cfg.algo, CoVerRL) else Requests()
     # later turns must leave room for a response in engines that were built for training
     room = {name: cfg.max_prompt_tokens + cfg.sampling_of(name).max_tokens for name in agents}

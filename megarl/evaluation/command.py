@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import AutoConfig
 
 from megarl import __version__, checkpoint, rollouts
-from megarl.agents import Agents, fitting, open_agents, reshard_all, rolling
+from megarl.agents import Agents, fitting, open_agents, open_chats, reshard_all, rolling
 from megarl.algos.ttrl import TTRL
 from megarl.backends.cluster import WorkerLost
 from megarl.config import CONFIG_DIR, RunConfig, compose_raw, validate
@@ -90,7 +90,7 @@ def _live(args: argparse.Namespace, sets: Sequence[ExamSet]) -> tuple[Report, Pa
     out = args.out or home
     if (out / "results.json").exists():
         raise ValueError(f"{out} holds results already: choose another --out")
-    with open_agents(cfg, out) as agents:
+    with open_agents(cfg, out, open_chats(cfg)) as agents:
         if candidate.run and candidate.step:
             checkpoint.load_weights(candidate.run / "checkpoints" / f"step_{candidate.step}", agents)
         reshard_all(agents, candidate.step, cfg.reshard.bucket_bytes, {})
@@ -197,11 +197,11 @@ def _examine(agents: Agents, exam: ExamSet, cfg: RunConfig) -> tuple[SetResult, 
         return _result(exam, samples, counts, score_pairs(seen, pairs, rules)), seen
     longest = min(exam.data.max_prompt_tokens, cfg.max_prompt_tokens)
     data = exam.data.model_copy(update={"max_prompt_tokens": longest})
-    deck = deck_of(agents, data, cfg.seed)
+    deck = deck_of(cfg, {name: agent.chat for name, agent in agents.items()}, data)
     assert deck.gold is not None
-    prompts = deck.everything(seats(agents, data, samples))
+    prompts = deck.everything(seats(cfg.agents, data, samples))
     asked = ask(agents, prompts, settings, cfg.seed, answers=exam.answers, requests=exam.requests)
-    counts = {"problems": len(deck), "left_out": deck.filtered, "too_long": asked.too_long}
+    counts = {"problems": len(deck), "left_out": deck.filtered + deck.unanswered, "too_long": asked.too_long}
     return _result(exam, samples, counts, score(asked.rollouts, deck.gold, rules)), asked.rollouts
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.backends.buckets import write_buckets
-from megarl.backends.cluster import Cluster, connect, place
+from megarl.backends.cluster import Cluster, connect
 from megarl.backends.megatron.policy import MegatronPolicy
+from megarl.backends.placement import place
 from megarl.backends.protocols import Engine, Policy
 from megarl.backends.reference import ReferenceEngine, ReferencePolicy
 from megarl.backends.vllm.engine import VllmEngine

@@ -12,7 +12,9 @@ import psutil
 import pytest
 import ray
 
-from megarl.backends.cluster import Placement, WorkerGroup, WorkerLost, connect, place
+from megarl.backends.cluster import WorkerLost, connect
+from megarl.backends.placement import Placement, place
+from megarl.backends.workers import WorkerGroup
 from megarl.settings import ClusterConfig
 
 
@@ -111,7 +113,7 @@ def test_more_slots_than_there_are(cluster, placements):
         place(cluster, {"eve": 2}, one_node={}, timeout_s=1)
     with pytest.raises(ValueError, match=r"agent eve: 8 slots wanted.*wanted 8 slots \(eve 8\), available 4 \(127"):
         place(cluster, {"eve": 8}, one_node={}, timeout_s=20)
-    with pytest.raises(ValueError, match="agent eve: its tensor-parallel group wants 8 slots in one node"):
+    with pytest.raises(ValueError, match="agent eve: its tensor-parallel groups want 8 slots in one node"):
         place(cluster, {"eve": 8}, one_node={"eve": 8}, timeout_s=20)
     assert time.monotonic() - start < 5
 
@@ -212,7 +214,9 @@ def test_placing_is_undone_with_the_cluster(cluster, placements):
 DRIVER = """
 import os, sys, time
 from pathlib import Path
-from megarl.backends.cluster import WorkerGroup, connect, place
+from megarl.backends.cluster import connect
+from megarl.backends.placement import place
+from megarl.backends.workers import WorkerGroup
 from megarl.settings import ClusterConfig
 from tests.integration.test_cluster import Clerk
 

@@ -6,8 +6,9 @@ import pytest
 
 from megarl import cli
 from megarl.config import validate
+from megarl.guards import GuardStop
 from megarl.log import read_metrics, recent
-from megarl.train import GuardStop, train
+from megarl.train import train
 from tests import cohort
 
 # a window of three steps and turns of any size: noise shows them

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from megarl.backends.buckets import write_buckets
-from megarl.backends.cluster import WorkerGroup, connect, place
+from megarl.backends.cluster import connect
+from megarl.backends.placement import place
 from megarl.backends.reshard import reshard
 from megarl.backends.vllm.engine import VllmEngine
 from megarl.backends.vllm.worker import Request, VllmWorker, check_overrides, process_env
+from megarl.backends.workers import WorkerGroup
 from megarl.chat import open_chat
 from megarl.settings import AgentConfig, ClusterConfig, EngineConfig, SamplingConfig
 from megarl.types import Seed
