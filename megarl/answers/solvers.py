@@ -18,7 +18,8 @@ from typing import Any
 Question = tuple[str, str]  # ("key" or "latex", text)
 Reply = dict[str, Any]
 
-WORKERS = 2
+WORKERS = 2  # of each kind, per process that asks
+MAX_KNOWN = 1 << 16  # replies remembered
 _ROOT = Path(__file__).parents[2]
 
 
@@ -38,11 +39,14 @@ class Solvers:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="answers")
 
     def ask(self, questions: Sequence[Question]) -> list[Reply]:
-        """One reply per question; equal questions are worked on once, ever."""
-        unknown = [q for q in dict.fromkeys(questions) if q not in self._known]
+        """One reply per question; equal questions are worked on once."""
+        found = {q: self._known.get(q) for q in questions}
+        unknown = [q for q, reply in found.items() if reply is None]
+        if len(self._known) > MAX_KNOWN:
+            self._known.clear()
         for q, reply in zip(unknown, self._threads.map(self._ask, unknown), strict=True):
-            self._known[q] = reply
-        return [self._known[q] for q in questions]
+            found[q] = self._known[q] = reply
+        return [reply for q in questions if (reply := found[q]) is not None]
 
     def forget(self) -> None:
         """Drop what was answered; the processes stay."""
