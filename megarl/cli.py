@@ -142,10 +142,18 @@ def answers(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def plan(argv: Sequence[str]) -> int:
+    """Does a cohort fit, how is it best laid out, how long is a step: megarl plan +experiment=NAME [--json]"""
+    from megarl.planning.command import run
+
+    return run(argv)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "answers": answers,
+    "plan": plan,
     "diversity": diversity,
     "demo": demo,
 }

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
-import yaml
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
@@ -160,10 +160,12 @@ def observe(run: Path, device: Device) -> list[Observation]:
     Raises ValueError for a folder that holds no run, or too short a one.
     """
     try:
-        cfg = validate(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
+        stated = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"), resolve=True)
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise ValueError(f"{run}: no run there ({error})") from error
+    assert isinstance(stated, dict)
+    cfg = validate({str(key): value for key, value in stated.items()})
     rows = rows[WARM_UP:]
     if not rows:
         raise ValueError(f"{run}: no more than {WARM_UP} steps; the first {WARM_UP} are not typical")
