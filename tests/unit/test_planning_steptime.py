@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import yaml
 
-from megarl.config import compose
+from megarl.config import CONFIG_DIR, compose
 from megarl.planning import calibration
 from megarl.planning.calibration import errors, fit_published, held_out, learn, load_rates, observe
+from megarl.planning.command import run
 from megarl.planning.devices import DEVICES
 from megarl.planning.lengths import Lengths
 from megarl.planning.memory import Layout
@@ -88,6 +89,16 @@ def test_the_shipped_rates_are_the_fit():
     assert errors(fitted) == pytest.approx(errors(shipped), abs=2e-3)
 
 
+def test_the_committed_table_is_what_the_command_prints(capsys):
+    assert run(["published", "--markdown"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    page = (CONFIG_DIR.parent / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert len(printed) == len(ROWS) + 3
+    assert "\n".join(printed[:-1]) in page
+    median, worst = held_out(load_rates())
+    assert f"median error {median:.1%}".replace("%", " %") in page and f"worst {worst:.1%}".replace("%", " %") in page
+
+
 def test_rates_matter():
     slow = Rates(train_efficiency=0.1, measure_efficiency=0.1, decode_step_s=0.03)
     assert held_out(slow)[0] > 0.5
@@ -102,9 +113,8 @@ def test_a_file_that_is_no_calibration(tmp_path, text):
         load_rates(tmp_path / "r.json")
 
 
-def test_rates_are_learned_from_the_metrics_of_a_run(tmp_path, capsys, monkeypatch):
+def test_rates_are_learned_from_the_metrics_of_a_run(tmp_path, capsys):
     """A cluster half as fast as the shipped rates say: what is learned says so too."""
-    monkeypatch.setattr(calibration, "ROUNDS", 8)
     cfg = compose(["+experiment=cohort_7b_8b"])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json")))
     lengths = {f"agent/{name}/engine/response_tokens": 700.0 for name in cfg.agents}
