@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         if os.environ.get("MEGARL_TRACEBACK"):
             raise
-        print(f"megarl {argv[0]}: {_told(error)}", file=sys.stderr)
+        print(f"megarl {argv[0]}: {told(error)}", file=sys.stderr)
         code = BAD_INPUT if isinstance(error, ValueError) else LOST
     except KeyboardInterrupt as end:
         name = str(end) or "SIGINT"
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """The message, and the first line of every note: which worker it came from, where its log is."""
     notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note]
     return "\n  ".join([str(error), *notes])
@@ -91,7 +91,7 @@ def train(argv: Sequence[str]) -> int:
         print(f"megarl train: stopped: {stop}", file=sys.stderr)
         return GUARD
     except (WorkerLost, TimeoutError, SafetensorError) as lost:  # the last: a full disk, under a library's own name
-        print(f"megarl train: {_told(lost)}", file=sys.stderr)
+        print(f"megarl train: {told(lost)}", file=sys.stderr)
         return LOST
     return 0
 
@@ -135,6 +135,13 @@ def diversity(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def answers(argv: Sequence[str]) -> int:
+    """Judge, extract and vote on files of answers: megarl answers judge|extract|vote IN.jsonl OUT.jsonl"""
+    from megarl.answers.command import main as run
+
+    return run(argv)
+
+
 def plan(argv: Sequence[str]) -> int:
     """Does a cohort fit, how is it best laid out, how long is a step: megarl plan +experiment=NAME [--json]"""
     from megarl.planning.command import run
@@ -145,6 +152,7 @@ def plan(argv: Sequence[str]) -> int:
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
+    "answers": answers,
     "plan": plan,
     "diversity": diversity,
     "demo": demo,

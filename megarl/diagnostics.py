@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 
 from megarl.algos.common import answers_by_prompt, tally
-from megarl.answers.equal import equal
+from megarl.answers.equal import Outcome, compare, equal
 from megarl.diversity import answers_of, classes, overlap
 from megarl.types import Ballot, Gold, Group, Labels, Metrics, Rollout, RolloutKey, TokenStats
 from megarl.verification import drops, verification
@@ -39,6 +39,8 @@ def diagnose(
     cohort: agreement/<a>~<b> (share of the prompts voted on by both whose majorities are equal), and of their single
     answers, against the truth, kappa/<a>~<b>, complementarity/..., same_wrong/... and either/... (see diversity).
 
+    label/undecided and reward/undecided: see _undecided.
+
     Metrics that need true answers cover the prompts that have one, and are left out where none has.
     """
     ballots = tally(seen)
@@ -57,6 +59,7 @@ def diagnose(
         values |= _dropped(own, {k: b for k, b in labels.items() if k[0] == agent}, own_groups, gold or {})
         if agent in drifts:
             values["policy/logprob_drift_mean"], values["policy/logprob_drift_max"] = drifts[agent]
+        values |= _undecided(own, [b for k, b in ballots.items() if k[0] == agent], labels)
         out |= {f"agent/{agent}/{name}": value for name, value in values.items()}
     return out | _agreement(ballots) | _overlap(seen, gold)
 
@@ -270,3 +273,15 @@ def _overlap(seen: Sequence[Rollout], gold: Gold | None) -> Metrics:
 def _mean(values: Iterable[float]) -> float:
     values = list(values)
     return float(sum(values) / len(values)) if values else 0.0
+
+
+def _undecided(seen: Sequence[Rollout], ballots: Sequence[Ballot], labels: Labels) -> Metrics:
+    """Pairs of classes in the agent's own votes, and answers against its labels, that could be neither shown equal nor
+    different: they count as different, and these are how often that was a guess."""
+    pairs = [
+        (r.answer, labels[r.prompt.agent, r.prompt.uid].answer)
+        for r in seen
+        if r.prompt.role == "solve" and (r.prompt.agent, r.prompt.uid) in labels
+    ]
+    unsure = sum(a is not None and b is not None and compare(a, b) is Outcome.UNDECIDED for a, b in pairs)
+    return {"label/undecided": float(sum(b.undecided for b in ballots)), "reward/undecided": float(unsure)}

@@ -95,6 +95,27 @@ class AdvantageConfig(Section):
     eps: float = Field(default=1e-6, ge=0)
 
 
+class KernelsConfig(Section):
+    """How Megatron policies turn hidden states into logprobs, in measure and update."""
+
+    backend: Literal["auto", "torch", "triton", "liger"] = Field(
+        default="auto", description="auto: Triton on sm_80 and newer, else torch; liger: the fused head alone"
+    )
+    fused_head: bool = Field(
+        default=True, description="logprobs from hidden states, chunk by chunk; false: from the logits of a whole pack"
+    )
+    workspace_bytes: int = Field(default=512 << 20, ge=1 << 16, description="of the fused head's chunks, per rank")
+    compare: bool = Field(
+        default=False, description="compute both ways, at thrice the cost, and log the largest differences"
+    )
+
+    @model_validator(mode="after")
+    def _liger_is_a_head(self) -> "KernelsConfig":
+        if self.backend == "liger" and not self.fused_head:
+            raise ValueError("kernels.backend=liger is a fused head: it needs kernels.fused_head=true")
+        return self
+
+
 class RewardConfig(Section):
     """Shaping of a method's rewards. Soft overlong punishment (DAPO): see advantages.overlong."""
 
@@ -113,12 +134,21 @@ class SamplingConfig(Section):
     top_k: int = Field(default=0, ge=0, description="evaluation only; 0: off")
 
 
+AnswerStyle = Literal["boxed", "tag", "mark", "letter", "verdict_sentence", "verdict_boxed", "last-number"]
+
+
 class AnswersConfig(Section):
-    style: Literal["boxed", "last-number"] = "boxed"
+    """How a response is read for its answer; tag: <answer>...</answer>, mark: a line "#### 7", letter: an option."""
+
+    style: AnswerStyle = "boxed"
+    fallback: tuple[Literal["boxed", "tag", "mark", "last-number"], ...] = Field(
+        default=(), strict=False, description="styles to try in turn where the first finds nothing"
+    )
+    options: str = Field(default="ABCD", pattern="^[A-J]+$", description="of style letter")
     truncated: Literal["invalid", "read"] = Field(default="invalid", description="may a response cut by length vote?")
-    verdict: Literal["sentence", "keywords"] = Field(
+    verdict: Literal["sentence", "keywords", "boxed"] = Field(
         default="sentence",
-        description="keywords: without the exact sentence a verdict is guessed (CoVerRL release)",
+        description="keywords: without the exact sentence one is guessed (CoVerRL release); boxed: in the last box",
     )
 
 

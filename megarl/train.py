@@ -20,7 +20,8 @@ from megarl.types import Need
 def train(cfg: RunConfig, *, resume: Path | None = None) -> Path:
     """Run ``cfg.steps`` of label -> reward -> update over every agent; returns the run directory."""
     chats = open_chats(cfg)
-    deck, exam = open_deck(cfg.data, readers(cfg, chats), cfg.seed), open_evaluation(cfg, chats)
+    deck = open_deck(cfg.data, readers(cfg, chats), cfg.seed, gold_needed="gold" in cfg.algo.needs)
+    exam = open_evaluation(cfg, chats)
     deck.check_size(cfg.batch.prompts_per_step)
     with claim(cfg, resume, deck) as (run_dir, start), closing(RunLog(cfg, run_dir, start)) as log:
         with open_agents(cfg, run_dir, chats) as agents:
@@ -32,7 +33,7 @@ def train(cfg: RunConfig, *, resume: Path | None = None) -> Path:
 def _train(cfg: RunConfig, agents: Agents, log: RunLog, deck: Deck, exam: Deck | None, start: int) -> None:
     algo, limits = cfg.algo, {seat: a.sampling.max_tokens for a in agents.values() for seat in a.seats}
     needs = (algo.needs | frozenset[Need](("entropy",))) - {"gold"}
-    greet(log, agents, deck)
+    greet(cfg, log, agents, deck)
     cursor = checkpoint.load(log.run_dir / "checkpoints" / f"step_{start}", agents) if start else Cursor()
     log.begin(cfg, start)
     reshard_all(agents, start, cfg.reshard.bucket_bytes, {})
@@ -87,12 +88,15 @@ def due(cfg: RunConfig, done: int) -> bool:
     return every is not None and (done % every == 0 or done == cfg.steps)
 
 
-def greet(log: RunLog, agents: Agents, deck: Deck) -> None:
+def greet(cfg: RunConfig, log: RunLog, agents: Agents, deck: Deck) -> None:
     """Tell the user what was derived rather than asked for."""
-    log.say(f"{len(deck)} prompts; {deck.filtered} left out as too long for data.max_prompt_tokens")
+    unanswered = f", {deck.unanswered} as they have no true answer" if deck.unanswered else ""
+    log.say(f"{len(deck)} prompts; {deck.filtered} left out as too long for data.max_prompt_tokens{unanswered}")
+    if not deck.shuffle and (rest := len(deck) % cfg.batch.prompts_per_step):
+        log.say(f"warning: with data.shuffle=false the last {rest} prompts are never dealt: no step takes half a batch")
     for name, agent in agents.items():
         engine = f"{agent.config.replicas} x {agent.config.engine.backend} TP{agent.config.engine.tp}"
         log.say(
-            f"{name}: {agent.config.model}, {agent.config.backend} {agent.config.layout}, {engine}, "
+            f"{name}: {agent.config.model}, {agent.config.backend} {agent.config.layout}, {engine}, on {agent.device}, "
             f"stop ids {list(agent.chat.stop_ids)}"
         )

@@ -51,25 +51,25 @@ def scatter_numbered(rewards: Tensor, index: Tensor, groups: int) -> Tensor:
 
 
 def run(device: torch.device, dry: bool) -> list[dict]:
-    """One row per way of doing it; ``ratio`` is its time over that of ours on ascending ids."""
+    """One row per way of doing it, on (R, G); ``ratio`` is its time over that of ours on ascending ids."""
     samples, groups = (4_096, 256) if dry else (SAMPLES, GROUPS)
     rewards, ids = (x.to(device) for x in ragged(samples, groups))
     mixed = torch.randperm(samples, generator=torch.Generator().manual_seed(1)).to(device)
+    mixed_rewards, mixed_ids = rewards[mixed], ids[mixed]
     want = loop(rewards.cpu(), ids.cpu()).to(device)
     ways: dict[str, tuple[Callable[[], Tensor], Tensor, int]] = {
         "ours": (lambda: grouped_advantage(rewards, ids), want, 20),
-        "ours, interleaved": (lambda: grouped_advantage(rewards[mixed], ids[mixed]), want[mixed], 20),
+        "ours, interleaved": (lambda: grouped_advantage(mixed_rewards, mixed_ids), want[mixed], 20),
         "loop over groups": (lambda: loop(rewards, ids), want, 3),
         "scatter": (lambda: scatter(rewards, ids), want, 20),
-        "scatter, interleaved": (lambda: scatter(rewards[mixed], ids[mixed]), want[mixed], 20),
+        "scatter, interleaved": (lambda: scatter(mixed_rewards, mixed_ids), want[mixed], 20),
         "scatter, groups numbered": (lambda: scatter_numbered(rewards, ids, groups), want, 20),
     }
     rows = []
     for name, (call, expected, repeats) in ways.items():
         error = float((call() - expected).abs().max())
         row = {
-            "bench": "grouped_advantage",
-            "case": f"R{samples} G{groups} float64",
+            "shape": (samples, groups),
             "provider": name,
             "max_error": error,
             "ok": error <= TOLERANCE,

@@ -44,10 +44,10 @@ def cuda_peak(call: Callable[[], Any]) -> int:
 
 
 def in_fresh_process(prepare: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...], repeats: int) -> dict:
-    """On CPU: {"seconds", "peak_bytes"} of ``prepare(*arguments)()``, in a process of its own.
+    """On CPU: {"seconds", "cpu_seconds", "peak_bytes"} of ``prepare(*arguments)()``, in a process of its own.
 
-    A process's peak of resident memory only rises, so the peak before the first call is that of the arguments. Functions
-    are those of an importable module.
+    A process's peak of resident memory only rises, so the peak before the first call is that of the arguments.
+    ``prepare`` is a function of an importable module.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -63,8 +63,10 @@ def _serve(pipe: Any, prepare: Callable[..., Callable[[], Any]], arguments: tupl
     torch.set_num_threads(threads)
     call = prepare(*arguments)
     before = _peak_resident()
+    started = time.process_time()
     taken = [_timed(call) for _ in range(repeats)]
-    pipe.send({"seconds": statistics.median(taken), "peak_bytes": _peak_resident() - before})
+    busy = (time.process_time() - started) / repeats
+    pipe.send({"seconds": statistics.median(taken), "cpu_seconds": busy, "peak_bytes": _peak_resident() - before})
 
 
 def _peak_resident() -> int:

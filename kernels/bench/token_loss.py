@@ -91,8 +91,7 @@ def run(device: torch.device, dry: bool) -> list[dict]:
             both = seconds(lambda x=x, f=loss, p=pack: torch.autograd.grad(f(x, p), x), device, repeats)
             rows.append(
                 {
-                    "bench": "grpo_token_loss",
-                    "case": f"{sequences}x{tokens}",
+                    "shape": (sequences, tokens),
                     "provider": name,
                     "loss_error": errors[0],
                     "gradient_error": errors[1],

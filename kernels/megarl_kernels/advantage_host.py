@@ -21,10 +21,8 @@ def advantages(
         if len(usable):
             out[usable] = advantages(rewards[usable], ids[usable], mode=mode, ddof=ddof, eps=eps, valid=None)
         return out
-    starts = _starts(ids)
-    heads = ids[starts]
-    if (heads[1:] > heads[:-1]).all():
-        return _of_runs(rewards, starts, mode, ddof, eps)
+    if (ids[1:] >= ids[:-1]).all():
+        return _of_runs(rewards, _starts(ids), mode, ddof, eps)
     order = _order(ids)
     out = np.empty(len(rewards))
     out[order] = _of_runs(rewards[order], _starts(ids[order]), mode, ddof, eps)

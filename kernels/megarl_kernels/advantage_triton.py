@@ -3,6 +3,9 @@
 Axes: R rewards, in the order of their ids; a tile looks at STARTS places and serves the groups that begin there.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportInvalidTypeForm=false
+# a kernel is launched with a grid and options, and its constants are annotated: Triton is no Python to a type checker
+
 import torch
 import triton
 import triton.language as tl

@@ -128,7 +128,7 @@ def _surrogate(ratio: Tensor, advantage: Tensor, terms: Terms) -> tuple[Tensor, 
 
 
 def _clamp(values: Tensor, bound: float) -> Tensor:
-    """Clamped to +-bound with no gradient beyond it; a NaN stays one, and so does its gradient (not in Tensor.clamp)."""
+    """Clamped to +-bound with no gradient beyond it; a NaN stays one, as does its gradient (not in Tensor.clamp)."""
     limit = torch.full_like(values, bound)
     return torch.where(values > bound, limit, torch.where(values < -bound, -limit, values))
 

@@ -5,6 +5,9 @@ sums; rows are added in their order, with no atomics, so that a run repeats bit 
 its derivative by each logprob is known in forward: backward multiplies it by what comes from above.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportInvalidTypeForm=false
+# a kernel is launched with a grid and options, and its constants are annotated: Triton is no Python to a type checker
+
 from typing import Any
 
 import torch

@@ -1,13 +1,18 @@
 """Exact sums of products: the arithmetic behind canonical answers. Standard library only, bounded in size.
 
-A ``Poly`` maps monomials to rational coefficients; a monomial is a sorted tuple of (atom, integer exponent) and an
-atom is a string: a variable, a constant such as pi, or the spelling of something that is not expanded ("root(...)").
-Integers are spelt in hexadecimal: Python refuses to print long ones in decimal.
+A ``Poly`` maps monomials to rational coefficients; a monomial is a sorted tuple of (atom, integer exponent). An atom is
+a string: a variable, a constant such as pi or i, the square root of a squarefree integer ("root:2"), or a function
+that is not expanded ("sin(...)", with the spelling of its arguments). Integers are spelt in hexadecimal: Python
+refuses to print long ones in decimal.
+
+Where all atoms are plain (``is_closed``) two polys are equal only if their spellings are: square roots of different
+squarefree integers are linearly independent over the rationals, pi is transcendental, and i is reduced.
 """
 
 import math
 from fractions import Fraction
 
+CONSTANTS = frozenset({"\\pi", "e", "i", "\\infty"})
 Monomial = tuple[tuple[str, int], ...]
 Poly = dict[Monomial, Fraction]
 
@@ -15,8 +20,11 @@ MAX_BITS = 1 << 14  # of an integer that is written out
 MAX_TERMS = 64
 MAX_EXPANSION = 12  # exponent up to which a sum is multiplied out
 MAX_FACTORIAL = 500
+MAX_SPELLING = 4000  # characters of an atom
 _PRIMES = [p for p in range(2, 1000) if all(p % q for q in range(2, math.isqrt(p) + 1))]
+_SURE = 1000**3  # a cofactor below it without a prime factor below 1000 is a prime, a product of two, or a square
 _ROOT = "root:"
+_I = "i"
 
 
 class TooLarge(ArithmeticError):
@@ -31,7 +39,25 @@ def number(value: Fraction | int) -> Poly:
 
 
 def atom(name: str) -> Poly:
+    if len(name) > MAX_SPELLING:
+        raise TooLarge("spelling")
     return {((name, 1),): Fraction(1)}
+
+
+def call(function: str, *arguments: Poly) -> Poly:
+    """The function of the arguments as one atom."""
+    return atom(f"{function}({','.join(spell(a) for a in arguments)})")
+
+
+def is_closed(poly: Poly) -> bool:
+    """Is the spelling canonical, so that another one is another value?"""
+    return all("(" not in name for monomial in poly for name, _ in monomial)
+
+
+def variables(poly: Poly) -> set[str]:
+    """Plain atoms that stand for no number of their own."""
+    names = {name for monomial in poly for name, _ in monomial}
+    return {n for n in names if "(" not in n and not n.startswith(_ROOT) and n not in CONSTANTS}
 
 
 def constant(poly: Poly) -> Fraction | None:
@@ -71,53 +97,101 @@ def divide(a: Poly, b: Poly) -> Poly:
 
 
 def power(base: Poly, exponent: Poly) -> Poly:
+    """base^exponent; integer exponents are multiplied out where that stays small."""
     e = constant(exponent)
-    if e is None:
-        return atom(f"pow({spell(base)},{spell(exponent)})")
-    if e.denominator == 2:
+    if e is not None and e.denominator == 2 and abs(e) < MAX_BITS:
         return multiply(root(base), power(base, number(e - Fraction(1, 2))))
-    if e.denominator != 1:
-        return atom(f"pow({spell(base)},{spell(exponent)})")
+    b = constant(base)
+    if e is None or e.denominator != 1:
+        return _symbolic_power(base, b, exponent, e)
     n = int(e)
-    if n < 0:
+    if n < 0 and len(base) != 1:
         return power(divide(number(1), base), number(-n))
     if len(base) <= 1:
         [(monomial, coefficient)] = base.items() or [((), Fraction(0))]
+        if n < 0 and not coefficient:
+            raise ZeroDivisionError("0 to a negative power")
         size = max(coefficient.numerator.bit_length(), coefficient.denominator.bit_length())
-        if size > 1 and size * n > 2 * MAX_BITS:  # too long to write out: towers stay as they are spelt
-            return atom(f"pow({spell(base)},{spell(exponent)})")
+        if size > 1 and size * abs(n) > 2 * MAX_BITS:  # too long to write out: towers stay as they are spelt
+            return _symbolic_power(base, b, exponent, e)
         out = number(coefficient**n)
         for name, k in monomial:
             out = multiply(out, _atom_power(name, k * n))
         return out
     if n > MAX_EXPANSION:
-        return atom(f"pow({spell(base)},{spell(exponent)})")
+        return call("pow", base, exponent)
     out = number(1)
     for _ in range(n):
         out = multiply(out, base)
     return out
 
 
+def _symbolic_power(base: Poly, b: Fraction | None, exponent: Poly, e: Fraction | None) -> Poly:
+    if b is not None and b > 0:
+        if b == 1:
+            return number(1)
+        if e is not None and 1 < e.denominator <= 64:
+            p, q = _exact_root(b.numerator, e.denominator), _exact_root(b.denominator, e.denominator)
+            if p is not None and q is not None:
+                return power(number(Fraction(p, q)), number(e.numerator))
+        if b.denominator == 1:
+            r, k = _primitive(b.numerator)
+            return call("pow", number(r), multiply(exponent, number(k)))
+    if e is not None and b == 0:
+        return number(0)
+    return call("pow", base, exponent)
+
+
 def root(a: Poly, degree: int = 2) -> Poly:
-    """The degree-th root; square roots of rationals as (rational) * root of a squarefree integer."""
+    """The degree-th root; square roots of rationals as (rational) * root of a squarefree integer (times i)."""
     value = constant(a)
-    if degree == 2 and value is not None and value >= 0:
-        inside = value.numerator * value.denominator
-        outside, rest = _square_part(inside)
-        out = number(Fraction(outside, value.denominator))
-        return out if rest == 1 else multiply(out, atom(f"{_ROOT}{rest:x}"))
-    if value is not None and value >= 0:
-        p, q = _exact_root(value.numerator, degree), _exact_root(value.denominator, degree)
-        if p is not None and q is not None:
-            return number(Fraction(p, q))
-    return atom(f"root{degree}({spell(a)})")
+    if value is None or degree != 2:
+        odd = value is not None and value < 0 and degree % 2 == 1  # the real root, as in cbrt(-8) = -2
+        inside = negate(a) if odd else a
+        out = _symbolic_power(inside, constant(inside), number(Fraction(1, degree)), Fraction(1, degree))
+        return negate(out) if odd else out
+    outside, rest, sure = _square_part(abs(value.numerator) * value.denominator)
+    out = number(Fraction(outside, value.denominator))
+    if value < 0:
+        out = multiply(out, atom(_I))
+    if rest == 1:
+        return out
+    return multiply(out, atom(f"{_ROOT}{rest:x}") if sure else call("pow", number(rest), number(Fraction(1, 2))))
 
 
-def factorial(a: Poly) -> Poly:
+def factorial(a: Poly, step: int = 1) -> Poly:
+    """a!, or a!! with step 2."""
     value = constant(a)
     if value is not None and value.denominator == 1 and 0 <= value <= MAX_FACTORIAL:
-        return number(math.factorial(int(value)))
-    return atom(f"factorial({spell(a)})")
+        return number(math.prod(range(int(value), 0, -step)))
+    return call("factorial" if step == 1 else "factorial2", a)
+
+
+def binomial(n: Poly, k: Poly) -> Poly:
+    top, bottom = constant(n), constant(k)
+    if top is None or bottom is None or not top.denominator == bottom.denominator == 1:
+        return call("binomial", n, k)
+    if bottom < 0 or not 0 <= top <= 2 * MAX_FACTORIAL:
+        return call("binomial", n, k)
+    return number(math.comb(int(top), int(bottom)) if bottom <= top else 0)
+
+
+def logarithm(base: Poly | None, a: Poly) -> Poly:
+    """log to a base; None: the writer did not say which."""
+    if base is None:
+        return number(0) if constant(a) == 1 else call("log", a)
+    b, value = constant(base), constant(a)
+    if value == 1:
+        return number(0)
+    if spell(base) == spell(a):
+        return number(1)
+    if b is not None and value is not None and b.denominator == 1 and b > 1 and value > 0:
+        size = value if value >= 1 else 1 / value
+        if size.denominator == 1:
+            (r, k), (s, m) = _primitive(b.numerator), _primitive(size.numerator)
+            if r == s:
+                return number(Fraction(m, k) if value >= 1 else Fraction(-m, k))
+    return call("log", a, base)
 
 
 def spell(a: Poly) -> str:
@@ -146,17 +220,22 @@ def _times(m: Monomial, n: Monomial) -> tuple[Fraction, Monomial]:
     for name, k in n:
         exponents[name] = exponents.get(name, 0) + k
     factor, radicand = Fraction(1), 1
+    turns = exponents.pop(_I, 0) % 4
+    if turns % 2:
+        exponents[_I] = 1
+    if turns >= 2:
+        factor = -factor
     for name in [x for x in exponents if x.startswith(_ROOT)]:
         k, inside = exponents.pop(name), int(name.removeprefix(_ROOT), 16)
         if inside.bit_length() * abs(k) > 4 * MAX_BITS:
             raise TooLarge("power of a root")
         factor *= Fraction(inside) ** (k // 2)
-        radicand *= inside ** (k % 2)
+        if k % 2:  # radicands are squarefree, so their product is, but for the square of what they share
+            shared = math.gcd(radicand, inside)
+            factor *= shared
+            radicand = (radicand // shared) * (inside // shared)
     if radicand > 1:
-        outside, rest = _square_part(radicand)
-        factor *= outside
-        if rest > 1:
-            exponents[f"{_ROOT}{rest:x}"] = 1
+        exponents[f"{_ROOT}{radicand:x}"] = 1
     return factor, tuple(sorted((name, k) for name, k in exponents.items() if k))
 
 
@@ -175,10 +254,10 @@ def _inverse(b: Poly) -> Poly:
     return multiply(number(1 / lead), atom(f"inverse({spell(monic)})"))
 
 
-def _square_part(n: int) -> tuple[int, int]:
-    """(s, r) with n = s^2 r; r is squarefree but for squares of primes above 1000 that are not the whole rest."""
+def _square_part(n: int) -> tuple[int, int, bool]:
+    """(s, r, sure) with n = s^2 r; r is known to be squarefree where ``sure``."""
     if n == 0:
-        return 0, 1
+        return 0, 1, True
     outside, rest = 1, 1
     for p in _PRIMES:
         if n == 1:
@@ -190,7 +269,20 @@ def _square_part(n: int) -> tuple[int, int]:
         outside *= p ** (count // 2)
         rest *= p ** (count % 2)
     whole = math.isqrt(n)
-    return (outside * whole, rest) if whole * whole == n else (outside, rest * n)
+    if whole * whole == n:
+        return outside * whole, rest, True
+    return outside, rest * n, n < _SURE
+
+
+def _primitive(n: int) -> tuple[int, int]:
+    """(r, k) with n = r^k and k as large as can be; huge ones are left as they are."""
+    if n < 4 or n.bit_length() > 1024:
+        return n, 1
+    for k in range(min(n.bit_length(), 64), 1, -1):
+        r = _exact_root(n, k)
+        if r is not None:
+            return r, k
+    return n, 1
 
 
 def _exact_root(n: int, degree: int) -> int | None:

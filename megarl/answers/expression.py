@@ -6,26 +6,33 @@ from fractions import Fraction
 from megarl.answers import algebra
 from megarl.answers.algebra import Poly
 
-MAX_DEPTH = 40
-MAX_DIGITS = 1000
-MAX_EXPONENT = 400  # of ten, in 1e400
+MAX_DEPTH = 140  # a bracket is one deep and six frames of the reader, a root two and nine
+MAX_DIGITS = 4096
+MAX_EXPONENT = 4000  # of ten, in 1e400
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)|(?P<macro>\\[A-Za-z]+)|(?P<letter>[A-Za-z])"
-    r"|(?P<mark>[-+*/^_(){}\[\]!]))"
+    r"\s*(?:(?P<number>(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)|(?P<macro>\\[A-Za-z]+)|(?P<letter>[A-Za-z])"
+    r"|(?P<mark>[-+*/^_(){}\[\]!|'\u00b0]))"
 )
-_FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "ln",
-              "log", "exp"}  # fmt: skip
-_CONSTANTS = {"pi", "alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "mu", "rho", "sigma", "phi",
-              "varphi", "omega", "infty", "tau", "eta", "zeta", "kappa", "xi", "nu", "chi", "psi"}  # fmt: skip
+_TRIGONOMETRIC = {"sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh"}
+_FUNCTIONS = _TRIGONOMETRIC | {"arcsin", "arccos", "arctan", "ln", "log", "lg", "exp"}
+_LETTERS = {"pi", "alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "mu", "rho", "sigma", "phi", "omega",
+            "infty", "tau", "eta", "zeta", "kappa", "xi", "nu", "chi", "psi", "Gamma", "Delta", "Theta", "Lambda", "Pi",
+            "Sigma", "Phi", "Psi", "Omega", "ell", "hbar"}  # fmt: skip
+_UNKNOWN_FUNCTIONS = "fgh"  # f(x + 1) is no product
 _CLOSER = {"(": ")", "[": "]", "{": "}"}
+_HALVES = {"floor": ("lfloor", "rfloor"), "ceil": ("lceil", "rceil")}
 
 
 class Unreadable(ValueError):
     """The text is no expression this reader knows."""
 
 
+class TooDeep(algebra.TooLarge):
+    """Brackets, roots and fractions nested beyond MAX_DEPTH."""
+
+
 def read_expression(text: str) -> Poly:
-    """The value of an expression; raises Unreadable, or algebra.TooLarge beyond the bounds."""
+    """The value of an expression; raises Unreadable, ZeroDivisionError, or algebra.TooLarge beyond the bounds."""
     reader = _Reader(_tokens(text))
     value = reader.sum(0)
     if reader.peek() is not None:
@@ -52,6 +59,8 @@ class _Reader:
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
         self.tokens = tokens
         self.position = 0
+        self.bars = 0  # open |...|: a bar inside closes it
+        self.angles = 0  # open arguments of functions, where a degree mark is pi/180
 
     def peek(self) -> str | None:
         return self.tokens[self.position][1] if self.position < len(self.tokens) else None
@@ -68,7 +77,7 @@ class _Reader:
 
     def sum(self, depth: int) -> Poly:
         if depth > MAX_DEPTH:
-            raise Unreadable("nested too deeply")
+            raise TooDeep("nested too deeply")
         value = self.product(depth)
         while self.peek() in ("+", "-"):
             minus = self.take("-")
@@ -98,7 +107,9 @@ class _Reader:
             if self.tokens[self.position - 1][0] == "number":
                 raise Unreadable("two numbers side by side")
             return True
-        return kind in ("letter", "macro") or token in _CLOSER
+        if token == "|":
+            return self.bars == 0
+        return kind == "letter" or (kind == "macro" and token[1:] not in ("rfloor", "rceil")) or token in _CLOSER
 
     def signed(self, depth: int) -> Poly:
         minus = False
@@ -112,25 +123,50 @@ class _Reader:
         base = self.primary(depth)
         while True:
             if self.take("!"):
-                base = algebra.factorial(base)
+                base = algebra.factorial(base, 2 if self.take("!") else 1)
             elif self.take("_"):
-                base = algebra.atom(f"sub({algebra.spell(base)},{algebra.spell(self.argument(depth))})")
+                base = self.subscript(base, depth)
+            elif self.take("'"):
+                base = algebra.call("prime", base)
+            elif self.take("\u00b0"):
+                if self.angles:
+                    base = algebra.multiply(
+                        base, algebra.multiply(algebra.atom("\\pi"), algebra.number(Fraction(1, 180)))
+                    )
             elif self.take("^"):
                 return algebra.power(base, self.argument(depth))
             else:
                 return base
 
+    def subscript(self, base: Poly, depth: int) -> Poly:
+        """37_8 is a number in base 8; x_1 a name."""
+        start = self.position - 2
+        index = self.argument(depth)
+        kind, token = self.tokens[start]
+        if kind == "number" and "." not in token:
+            radix = algebra.constant(index)
+            if radix is None or radix.denominator != 1 or not 2 <= radix <= 36:
+                raise Unreadable("base of a number")
+            return algebra.number(_based(token, int(radix)))
+        names = [token if kind == "letter" else "", *(name for monomial in index for name, _ in monomial)]
+        if kind == "letter" and len(index) <= 1 and all("(" not in name for name in names):
+            return algebra.atom(f"{token}_{algebra.spell(index).strip('+[]').replace('[', '')}")
+        return algebra.call("sub", base, index)
+
     def argument(self, depth: int) -> Poly:
-        """What follows ^, _ or a macro: a group, or one signed token."""
-        if self.peek() in ("{", "("):
-            return self.primary(depth)
+        """What follows ^, _ or a macro: a group, or one signed token with its own exponent tower left out."""
         if self.take("-"):
-            return algebra.negate(self.primary(depth))
+            return algebra.negate(self.argument(depth + 1))
+        if depth > MAX_DEPTH:
+            raise TooDeep("nested too deeply")
+        self.take("+")
         return self.primary(depth)
 
     def group(self, opener: str, depth: int) -> Poly:
         self.need(opener)
+        bars, self.bars = self.bars, 0
         value = self.sum(depth + 1)
+        self.bars = bars
         self.need(_CLOSER[opener])
         return value
 
@@ -145,48 +181,104 @@ class _Reader:
         if kind == "number":
             return algebra.number(_number(token))
         if kind == "letter":
+            if token in _UNKNOWN_FUNCTIONS and self.peek() == "(":
+                return algebra.call(token, self.group("(", depth))
             return algebra.atom(token)
         if kind == "macro":
             return self.macro(token[1:], depth)
+        if token == "|":
+            self.bars += 1
+            inside = self.sum(depth + 1)
+            self.need("|")
+            self.bars -= 1
+            return _absolute(inside)
         raise Unreadable(f"at {token!r}")
 
     def macro(self, name: str, depth: int) -> Poly:
         if depth > MAX_DEPTH:
-            raise Unreadable("nested too deeply")
-        if name == "frac":
+            raise TooDeep("nested too deeply")
+        if name in ("frac", "binom"):
             top = self.argument(depth + 1)
-            return algebra.divide(top, self.argument(depth + 1))
+            bottom = self.argument(depth + 1)
+            return algebra.divide(top, bottom) if name == "frac" else algebra.binomial(top, bottom)
         if name == "sqrt":
-            degree = 2
-            if self.take("["):
-                value = algebra.constant(self.sum(depth + 1))
-                self.need("]")
-                if value is None or value.denominator != 1 or not 2 <= value <= 64:
-                    raise Unreadable("degree of a root")
-                degree = int(value)
-            return algebra.root(self.argument(depth + 1), degree)
-        if name in _CONSTANTS:
+            return self.root(depth)
+        if name in _LETTERS:
             return algebra.atom(f"\\{name}")
         if name in _FUNCTIONS:
-            return self.function(name, depth)
+            self.angles += 1
+            value = self.function(name, depth)
+            self.angles -= 1
+            return value
+        for function, (opener, closer) in _HALVES.items():
+            if name == opener:
+                inside = self.sum(depth + 1)
+                self.need(f"\\{closer}")
+                return _rounded(function, inside)
         raise Unreadable(f"\\{name}")
 
+    def root(self, depth: int) -> Poly:
+        if not self.take("["):
+            return algebra.root(self.argument(depth + 1))
+        value = self.sum(depth + 1)
+        self.need("]")
+        degree = algebra.constant(value)
+        inside = self.argument(depth + 1)
+        if degree is not None and degree.denominator == 1 and 2 <= degree <= 64:
+            return algebra.root(inside, int(degree))
+        return algebra.power(inside, algebra.divide(algebra.number(1), value))
+
     def function(self, name: str, depth: int) -> Poly:
-        """sin^2 x, log_2 8, sin(x): the argument is a group, or the factors up to the next sign."""
-        base = f",{algebra.spell(self.argument(depth + 1))}" if self.take("_") else ""
+        """sin^2 x, log_2 8, sin(x): the argument is a group, or the factors up to the next sign or function."""
+        base = self.argument(depth + 1) if self.take("_") else algebra.number(10) if name == "lg" else None
         exponent = self.argument(depth + 1) if self.take("^") else algebra.number(1)
-        if self.peek() in ("(", "{"):
+        if self.peek() in ("(", "{", "["):
             inside = self.primary(depth + 1)
         else:
-            inside = self.power(depth + 1)
-            while self.peek() is not None and self.starts_factor() and self.tokens[self.position][0] != "macro":
+            inside = self.signed(depth + 1)
+            while self.peek() is not None and self.starts_factor() and not self.starts_function():
                 inside = algebra.multiply(inside, self.power(depth + 1))
-        return algebra.power(algebra.atom(f"{name}({algebra.spell(inside)}{base})"), exponent)
+        if name in ("log", "lg"):
+            value = algebra.logarithm(base, inside)
+        elif base is not None:
+            raise Unreadable(f"\\{name}_")
+        elif name in _TRIGONOMETRIC and algebra.constant(exponent) == -1:
+            return algebra.call(f"arc{name}", inside)
+        elif name == "exp":
+            value = algebra.power(algebra.atom("e"), inside)
+        else:
+            value = algebra.logarithm(algebra.atom("e"), inside) if name == "ln" else algebra.call(name, inside)
+        return algebra.power(value, exponent)
+
+    def starts_function(self) -> bool:
+        kind, token = self.tokens[self.position]
+        return kind == "macro" and token[1:] in _FUNCTIONS
+
+
+def _absolute(value: Poly) -> Poly:
+    number = algebra.constant(value)
+    if number is not None:
+        return algebra.number(abs(number))
+    return algebra.call("abs", min(value, algebra.negate(value), key=algebra.spell))
+
+
+def _rounded(function: str, value: Poly) -> Poly:
+    number = algebra.constant(value)
+    if number is None:
+        return algebra.call(function, value)
+    return algebra.number(number.__floor__() if function == "floor" else number.__ceil__())
+
+
+def _based(digits: str, radix: int) -> int:
+    try:
+        return int(digits, radix)
+    except ValueError as error:
+        raise Unreadable(f"{digits!r} in base {radix}") from error
 
 
 def _number(token: str) -> Fraction:
     digits, _, exponent = token.lower().partition("e")
-    if len(digits) > MAX_DIGITS or len(exponent) > 4 or (exponent and abs(int(exponent)) > MAX_EXPONENT):
+    if len(digits) > MAX_DIGITS or len(exponent) > 5 or (exponent and abs(int(exponent)) > MAX_EXPONENT):
         raise algebra.TooLarge("number")
     whole, _, part = digits.partition(".")
     value = Fraction(int((whole + part) or "0"), 10 ** len(part))

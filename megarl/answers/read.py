@@ -1,19 +1,36 @@
-"""Response text -> answer."""
+"""Response text -> answer, by style."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megarl.answers.clean import matching
-from megarl.answers.equal import MAX_LENGTH, canonical
-from megarl.answers.verdict import read_verdict
-from megarl.settings import AnswersConfig
+from megarl.answers.boxes import boxed, last_box
+from megarl.answers.equal import canonical
+from megarl.answers.form import MAX_LENGTH
+from megarl.answers.letter import letter
+from megarl.answers.verdict import Verdict, boxed_verdict, read_verdict
+from megarl.settings import AnswersConfig, AnswerStyle
 from megarl.types import Rollout
 
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-_BARE = re.compile(r"[A-Za-z0-9.,/+-]+")
-_FENCE = re.compile(r"```.*?```", re.DOTALL)
-_NUMBER = re.compile(r"(?:(?<![\d)\]}.])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+# a token that ends a turn, wherever it was left in the text: what follows was never said
+_END = re.compile(
+    r"<\|(?:im_end|endoftext|eot_id|end_of_text|end|eom_id|return|eos|fim_end|endofassistant)\|>"
+    "|<\uff5cend\u2581of\u2581sentence\uff5c>|<(?:eos|end_of_turn)>|</s>|\\[EOS\\]|<\\|im_start\\|>"
+)
+_THOUGHTS = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("[THINK]", "[/THINK]"),
+    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+)
+_TAG = re.compile(r"<answer>(.*?)</answer\s*>", re.IGNORECASE | re.DOTALL)
+_MARK = re.compile(r"^\s*#{4}\s*(\S.*?)\s*$", re.MULTILINE)
+_NUMBER = re.compile(
+    r"(?:(?<![0-9)\]}.])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+(?![0-9A-Za-z]))?"
+)
 
 
 def read_answers(rollouts: Sequence[Rollout], cfg: AnswersConfig) -> list[Rollout]:
@@ -21,12 +38,12 @@ def read_answers(rollouts: Sequence[Rollout], cfg: AnswersConfig) -> list[Rollou
 
     Responses that were aborted have no answer; neither have those cut by length, unless cfg.truncated is "read": an
     early box in a response that had not ended is usually one that it would have taken back. The answer of a "verify"
-    turn is its verdict, which stands at the very end: where that can be read nothing is missing.
+    turn is its verdict, "correct" or "wrong", which stands at the very end: where that can be read nothing is missing.
     """
     out = []
     for r in rollouts:
         if r.prompt.role == "verify":
-            verdict, well_formed = read_verdict(r.text, keywords=cfg.verdict == "keywords")
+            verdict, well_formed = _verdict(r.text, cfg)
             out.append(replace(r, answer=verdict, well_formed=well_formed))
             continue
         complete = r.stop == "end" or (r.stop == "length" and cfg.truncated == "read")
@@ -35,41 +52,62 @@ def read_answers(rollouts: Sequence[Rollout], cfg: AnswersConfig) -> list[Rollou
     return out
 
 
+def _verdict(text: str, cfg: AnswersConfig) -> tuple[Verdict | None, bool]:
+    if cfg.verdict == "boxed":
+        verdict = boxed_verdict(last_box(final_part(text)))
+        return verdict, verdict is not None
+    return read_verdict(text, keywords=cfg.verdict == "keywords")
+
+
 def read_answer(text: str, cfg: AnswersConfig) -> str | None:
-    """The final answer as it is spelt; None where there is none, it is blank, or longer than MAX_LENGTH."""
+    """The final answer as it is spelt; None where there is none, it is blank, or longer than MAX_LENGTH.
+
+    A verdict is "correct" or "wrong" as a sentence, "correct" or "incorrect" in a box.
+    """
+    if cfg.style == "verdict_sentence":
+        return read_verdict(text, keywords=cfg.verdict == "keywords")[0]
     text = final_part(text)
-    answer = boxed(text) if cfg.style == "boxed" else last_number(text)
+    if cfg.style == "verdict_boxed":
+        return {"correct": "correct", "wrong": "incorrect", None: None}[boxed_verdict(last_box(text))]
+    answer = letter(text, cfg.options) if cfg.style == "letter" else _styled(text, cfg.style)
+    # a box that was begun and not ended means that no answer was given
+    if answer is None and not (cfg.style == "boxed" and last_box(text) is not None):
+        answer = next((a for a in (_styled(text, style) for style in cfg.fallback) if a is not None), None)
     if answer is None or len(answer) > MAX_LENGTH or canonical(answer) is None:
         return None
     return answer
 
 
+def _styled(text: str, style: AnswerStyle) -> str | None:
+    if style == "boxed":
+        return boxed(text)
+    if style == "tag":
+        return tagged(text)
+    if style == "mark":
+        marks = _MARK.findall(text)
+        return _NUMBER.sub(lambda m: m[0].replace(",", ""), marks[-1]) if marks else None
+    return last_number(text)
+
+
 def final_part(text: str) -> str:
-    """The text after the last thinking block; nothing where that block never ends."""
-    opened, closed = text.rfind("<think>"), text.rfind("</think>")
-    if opened > closed:
-        return ""
-    return text[closed + len("</think>") :] if closed >= 0 else text
+    """What was said after the last thinking block and before the end of the sequence; nothing where a thinking block
+    never ends."""
+    for opener, closer in _THOUGHTS:
+        opened, closed = text.rfind(opener), text.rfind(closer)
+        if opened > closed:
+            return ""
+        if closed >= 0:
+            text = text[closed + len(closer) :]
+    ended = _END.search(text)
+    return text[: ended.start()] if ended else text
 
 
-def boxed(text: str) -> str | None:
-    r"""Content of the last non-empty \boxed or \fbox outside of code; the innermost of nested ones.
-
-    A last box that is cut off means that no final answer was given: earlier ones do not stand in for it.
-    """
-    # from the end: the verdict is that of the last box, unless it is empty
-    for found in reversed(list(_BOX.finditer(_FENCE.sub(" ", text)))):
-        start, whole = found.end(), found.string
-        if whole.startswith("{", start):
-            # a closing brace beyond the cap is not looked for: the answer is too long in any case
-            end = matching(whole[start : start + MAX_LENGTH + 2], 0)
-            content = whole[start + 1 : start + end].strip() if end > 0 else None
-        else:
-            bare = _BARE.match(whole, start) if whole[start - 1].isspace() else None
-            content = bare[0].rstrip(".,") if bare else ""
-        if content is None or content:
-            return content
-    return None
+def tagged(text: str) -> str | None:
+    """Content of the last <answer> block; of a box in it, where there is one."""
+    blocks = _TAG.findall(text)
+    if not blocks:
+        return None
+    return boxed(blocks[-1]) if "\\boxed" in blocks[-1] else blocks[-1].strip()
 
 
 def last_number(text: str) -> str | None:

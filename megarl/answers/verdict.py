@@ -1,13 +1,18 @@
-"""Response text -> verdict on an answer: CoVerRL's exact sentence (arXiv 2603.17775, and what its release reads)."""
+"""Response text -> verdict on an answer: CoVerRL's exact sentence (arXiv 2603.17775, and what its release reads), or a
+boxed word."""
 
 import re
 from typing import Literal
+
+from megarl.answers.clean import clean
 
 Verdict = Literal["correct", "wrong"]
 
 CORRECT, WRONG = "The answer is correct.", "The answer is wrong."
 _ENDING = re.compile(r"The answer is (correct|wrong)\.\n?\Z")
 _WORDS_OF_DOUBT = ("wrong", "incorrect", "mistake")
+_SUBJECT = r"(?:(?:the )?(?:(?:final )?answer|solution|verdict|response) ?(?:is|:)? ?)?"
+_BOXED = re.compile(_SUBJECT + r"(?:(correct|right)|incorrect|wrong|not (?:correct|right))")
 
 
 def read_verdict(text: str, *, keywords: bool = False) -> tuple[Verdict | None, bool]:
@@ -25,3 +30,11 @@ def read_verdict(text: str, *, keywords: bool = False) -> tuple[Verdict | None, 
     if not keywords:
         return None, False
     return ("wrong" if any(word in text.lower() for word in _WORDS_OF_DOUBT) else "correct"), False
+
+
+def boxed_verdict(content: str | None) -> Verdict | None:
+    """The verdict that a box holds as its whole content; "incorrect" and "not correct" are wrong."""
+    found = _BOXED.fullmatch(clean(content).casefold().strip(" *_.!?\"'")) if content else None
+    if found is None:
+        return None
+    return "correct" if found[1] else "wrong"

@@ -115,8 +115,14 @@ def _gradient(theta: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
     [[microbatch]] = pack(samples, dp=1, tokens_per_microbatch=2 * len(samples))
     batch = TokenBatch.of(microbatch)
     logprobs = _log_softmax(theta)[batch.labels].to(torch.float32)
-    counts = {"num_tokens": response_tokens(samples), "num_sequences": num_sequences(samples)}
-    loss, _ = pg_loss(torch.where(batch.mask, logprobs, 0.0), batch, _LOSS, **counts, kl_coef=0.0)
+    loss, _ = pg_loss(
+        torch.where(batch.mask, logprobs, 0.0),
+        batch,
+        _LOSS,
+        num_tokens=response_tokens(samples),
+        num_sequences=num_sequences(samples),
+        kl_coef=0.0,
+    )
     loss.backward()
     assert theta.grad is not None
     return theta.grad

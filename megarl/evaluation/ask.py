@@ -70,7 +70,8 @@ def seats(agents: Mapping[str, AgentConfig], data: DataConfig, samples: int) -> 
 def deck_of(cfg: RunConfig, chats: Mapping[str, Chat], data: DataConfig) -> Deck:
     """The problems that fit every agent, each in its own wording."""
     seated = seats(cfg.agents, data, 1)
-    return open_deck(data, {name: (seated[name].view, chat) for name, chat in chats.items()}, cfg.seed)
+    readers = {name: (seated[name].view, chat) for name, chat in chats.items()}
+    return open_deck(data, readers, cfg.seed, gold_needed=True)
 
 
 def open_evaluation(cfg: RunConfig, chats: Mapping[str, Chat]) -> Deck | None:

@@ -201,7 +201,7 @@ def _examine(agents: Agents, exam: ExamSet, cfg: RunConfig) -> tuple[SetResult, 
     assert deck.gold is not None
     prompts = deck.everything(seats(cfg.agents, data, samples))
     asked = ask(agents, prompts, settings, cfg.seed, answers=exam.answers, requests=exam.requests)
-    counts = {"problems": len(deck), "left_out": deck.filtered, "too_long": asked.too_long}
+    counts = {"problems": len(deck), "left_out": deck.filtered + deck.unanswered, "too_long": asked.too_long}
     return _result(exam, samples, counts, score(asked.rollouts, deck.gold, rules)), asked.rollouts
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from megarl.algos.coverrl import Requests
 from megarl.answers.read import read_answers
-from megarl.deck import read_rows
 from megarl.evaluation.estimate import Part, estimate
 from megarl.evaluation.score import Rules, Scores
 from megarl.evaluation.sets import ExamSet
+from megarl.rows import read_rows
 from megarl.types import Message, Prompt, Rollout
 
 

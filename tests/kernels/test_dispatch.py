@@ -18,5 +18,5 @@ def test_asking_for_a_backend():
     assert resolve("some_kernel", "torch", torch.zeros(1)) == "torch"
     with pytest.raises(ValueError, match="backend='cuda': there are auto, torch, triton"):
         resolve("some_kernel", "cuda", torch.zeros(1))
-    with pytest.raises(ValueError, match="there are auto, torch$"):
+    with pytest.raises(ValueError, match=r"there are auto, torch$"):
         resolve("some_kernel", "triton", torch.zeros(1), known=("torch",))

@@ -13,13 +13,6 @@ CORL = CoRL(ring=flow.AGENTS)
 MUTUAL, ALONE = (1, 0), (0, 1)  # who teaches whom
 
 
-def test_v35_predicted_limits():
-    run = flow.Run(steps=150)
-    assert flow.predicted((0.2, 0.9), run, MUTUAL)[-1] == pytest.approx([1, 1], abs=0.02)
-    assert flow.predicted((0.3, 0.6), run, MUTUAL)[-1] == pytest.approx([0, 0], abs=0.02)
-    assert flow.predicted((0.3, 0.6), run, ALONE)[-1] == pytest.approx([0, 1], abs=0.02)
-
-
 @pytest.mark.parametrize(
     ("start", "end"),
     [((0.2, 0.9), 1), ((0.8, 0.35), 1), ((0.3, 0.6), 0), ((0.6, 0.15), 0)],

@@ -145,6 +145,11 @@ def test_recipes_change_what_they_name_and_nothing_else():
     assert value(doctor, "advantage.mode") == "dr_grpo"
     assert value(doctor, "loss.aggregation") == "seq-mean-token-sum-norm"
     assert value(doctor, "loss.max_tokens") == value(doctor, "sampling.max_tokens") == 3072
+    gspo = compose(["+experiment=gt", "+recipe=gspo"]).model_dump()
+    loss = gspo["loss"]
+    assert (loss["ratio_level"], loss["clip_low"], loss["clip_high"]) == ("sequence", 3e-4, 4e-4)
+    assert loss["aggregation"] == "seq-mean-token-mean" and loss["dual_clip"] is None
+    assert {key for key in plain if plain[key] != gspo[key]} == {"loss"}
     for changed, parts in ((dapo, {"loss", "sampling", "reward", "batch"}), (doctor, {"advantage", "loss"})):
         assert {key for key in plain if plain[key] != changed[key]} == parts
 
