@@ -1,12 +1,12 @@
 """Rates from observed seconds: fitted on half of the published runs, or learned from runs of one's own cluster."""
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-import numpy as np
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -36,31 +36,31 @@ class Observation:
     seconds: Mapping[str, float]
 
 
+def misfit(seen: Sequence[Observation], rates: Rates, prior: Rates, spread: float = PRIOR_SPREAD) -> float:
+    """Squared log errors of every observed number over ERROR^2, and of the rates against their prior over spread^2."""
+    told = [(one.predict(rates), one.seconds) for one in seen]
+    miss = sum(math.log(said[phase] / value) ** 2 for said, true in told for phase, value in true.items())
+    strayed = sum(math.log(asdict(rates)[name] / value) ** 2 for name, value in asdict(prior).items())
+    return miss / ERROR**2 + strayed / spread**2
+
+
 def fit(seen: Sequence[Observation], prior: Rates, spread: float = PRIOR_SPREAD) -> Rates:
-    """Rates of least squared log error over every observed number, with a log-normal prior on each rate: cyclic
-    descent, one rate at a time. Deterministic.
-    """
-    names = [field.name for field in fields(Rates)]
-    start = np.log([asdict(prior)[name] for name in names])
-
-    def rates(logs: np.ndarray) -> Rates:
-        return Rates(**dict(zip(names, np.exp(logs).tolist(), strict=True)))
-
-    def cost(logs: np.ndarray) -> float:
-        told = [(one.predict(rates(logs)), one.seconds) for one in seen]
-        miss = sum(np.log(said[phase] / value) ** 2 for said, true in told for phase, value in true.items())
-        return float(miss / ERROR**2 + (((logs - start) / spread) ** 2).sum())
-
-    best, logs, width = cost(start), start.copy(), spread
+    """Rates of the least ``misfit``: cyclic descent from the prior, one rate at a time. Deterministic."""
+    rates, width = prior, spread
+    best = misfit(seen, rates, prior, spread)
     for _ in range(ROUNDS):
-        for place in range(len(names)):
+        for field in fields(Rates):
             for move in (width, -width):
-                tried = logs.copy()
-                tried[place] += move
-                if (found := cost(tried)) < best:
-                    best, logs = found, tried
+                tried = moved(rates, field.name, move)
+                if (found := misfit(seen, tried, prior, spread)) < best:
+                    best, rates = found, tried
         width *= 0.85
-    return rates(logs)
+    return rates
+
+
+def moved(rates: Rates, name: str, by: float) -> Rates:
+    """The rates with the logarithm of one of them moved."""
+    return replace(rates, **{name: asdict(rates)[name] * math.exp(by)})
 
 
 def load_rates(path: Path | None = None) -> Rates:
@@ -85,13 +85,17 @@ def save_rates(path: Path, rates: Rates, source: str) -> None:
 # ---------------------------------------------------------------- published runs
 
 
-def fit_published(prior: Rates = Rates()) -> Rates:  # noqa: B008 (frozen value)
-    """Rates fitted on the rows marked so; the others take no part."""
+def published_observations() -> list[Observation]:
+    """The rows that are marked as fitted; the others take no part."""
 
     def observed(row: Row) -> Observation:
         return Observation(predict=lambda rates: predict(row, rates), seconds=row.split)
 
-    return fit([observed(row) for row in ROWS if row.fitted], prior)
+    return [observed(row) for row in ROWS if row.fitted]
+
+
+def fit_published(prior: Rates = Rates()) -> Rates:  # noqa: B008 (frozen value)
+    return fit(published_observations(), prior)
 
 
 def errors(rates: Rates, rows: Sequence[Row] = ROWS) -> dict[str, float]:

@@ -15,8 +15,8 @@ from huggingface_hub import try_to_load_from_cache
 
 from megarl.config import CONFIG_DIR
 
-# what the name of a fine-tune adds to that of the model whose shape it has
-_TUNES = ("-instruct", "-chat", "-base", "-it", "-pt", "-hf", "-math", "-coder", "-thinking", "-2507")
+# parts that the name of a fine-tune adds to that of the model whose shape it has
+_TUNES = ("instruct", "chat", "base", "it", "pt", "hf", "math", "coder", "thinking", "2507")
 _GATED = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "mistral", "mixtral")
 _TRAINABLE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # what the Megatron backend builds today
 
@@ -135,14 +135,10 @@ def _find(model: str) -> Path:
     if local.is_file():
         return local
     known = shipped()
-    name = model.rsplit("/", 1)[-1].lower()
-    while name not in known:
-        shorter = next((name.removesuffix(tune) for tune in _TUNES if name.endswith(tune)), None)
-        if shorter is None:
-            break
-        name = shorter
-    if name in known:
-        return known[name]
+    full = model.rsplit("/", 1)[-1].lower()
+    for name in (full, "-".join(part for part in full.split("-") if part not in _TUNES)):
+        if name in known:
+            return known[name]
     cached = try_to_load_from_cache(model, "config.json") if model.count("/") == 1 else None
     if isinstance(cached, str):
         return Path(cached)

@@ -33,6 +33,7 @@ from megarl.planning.steptime import (
 )
 
 PHASES = ("rollout", "measure", "train", "refit", "handover")
+IN_MEMORY = PHASES[:-1]
 ENGINE_TP = (1, 2, 4, 8)
 PP = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16)
 CP = (1, 2, 4, 8)
@@ -161,33 +162,36 @@ def training_of(need: Need, layout: Layout, choice: Choice, setting: Setting) ->
     )
 
 
-def memory_of(need: Need, layout: Layout, engine_tp: int, choice: Choice, setting: Setting) -> dict[str, PhaseMemory]:
+def policy_memory(need: Need, layout: Layout, choice: Choice, setting: Setting) -> dict[str, PhaseMemory]:
     """Phase -> the fullest GPU's bytes: the first stage holds most activations, the last one the logits."""
     training, over = training_of(need, layout, choice, setting), setting.overheads
-    shape, ends = need.shape, sorted({0, layout.pp - 1})
-    refit = [refit_memory(shape, layout, training, s, engine_tp, setting.bucket_bytes, over) for s in ends]
-    rollout = rollout_memory(
-        shape, layout, setting.machine.device, engine_tp, need.memory_share, need.max_sequences, over
-    )
+    ends = sorted({0, layout.pp - 1})
     return {
-        "rollout": rollout,
-        "measure": _fullest([measure_memory(shape, layout, training, s, over) for s in ends]),
-        "train": _fullest([train_memory(shape, layout, training, s, over) for s in ends]),
-        "refit": _fullest(refit),
+        "measure": _fullest([measure_memory(need.shape, layout, training, stage, over) for stage in ends]),
+        "train": _fullest([train_memory(need.shape, layout, training, stage, over) for stage in ends]),
     }
+
+
+def engine_memory(
+    need: Need, layout: Layout, engine_tp: int, choice: Choice, setting: Setting
+) -> dict[str, PhaseMemory]:
+    """Phase -> the fullest GPU's bytes, of the phases that the engine has a part in."""
+    training, over, shape = training_of(need, layout, choice, setting), setting.overheads, need.shape
+    ends, device = sorted({0, layout.pp - 1}), setting.machine.device
+    refit = [refit_memory(shape, layout, training, stage, engine_tp, setting.bucket_bytes, over) for stage in ends]
+    rollout = rollout_memory(shape, layout, device, engine_tp, need.memory_share, need.max_sequences, over)
+    return {"rollout": rollout, "refit": _fullest(refit)}
 
 
 def _fullest(stages: Sequence[PhaseMemory]) -> PhaseMemory:
     return max(stages, key=lambda memory: memory.total)
 
 
-def overflow(memory: dict[str, PhaseMemory], need: Need, setting: Setting) -> tuple[str, float] | None:
-    """(phase, bytes too many) of the worst phase; None where all fit. An engine needs a cache for one sequence."""
-    misses = {phase: m.total - setting.usable for phase, m in memory.items()}
-    rollout = memory["rollout"]
-    misses["rollout"] = max(misses["rollout"], 1.0 - rollout.kv_cache)
-    worst = max(misses, key=lambda phase: misses[phase])
-    return (worst, misses[worst]) if misses[worst] > 0 else None
+def overflow(memory: dict[str, PhaseMemory], setting: Setting) -> tuple[str, float] | None:
+    """(phase, bytes too many) of the worst phase; None where all fit."""
+    phase = max(memory, key=lambda name: memory[name].total)
+    miss = memory[phase].total - setting.usable
+    return (phase, miss) if miss > 0 else None
 
 
 class Estimator:
@@ -214,7 +218,7 @@ class Estimator:
     def seconds(self, need: Need, gpus: int, choice: Choice) -> dict[str, float]:
         """Phases of an agent whose layout is stated, whether or not it fits."""
         assert need.layout is not None and need.engine_tp is not None
-        memory = memory_of(need, need.layout, need.engine_tp, choice, self.setting)
+        memory = engine_memory(need, need.layout, need.engine_tp, choice, self.setting)
         cache = kv_tokens(need.shape, memory["rollout"].kv_cache, need.engine_tp)
         return self._seconds(need, gpus, need.engine_tp, int(cache), self._policy_seconds(need, need.layout, choice))
 
@@ -225,21 +229,21 @@ class Estimator:
         return {phase: {"rollout": rollout, "refit": refit, **policy}[phase] for phase in PHASES}
 
     def _with_engines(self, need: Need, gpus: int, layout: Layout, choice: Choice) -> list[Option]:
-        found = []
-        sizes = ENGINE_TP if need.engine_tp is None else (need.engine_tp,)
-        policy: dict[str, float] = {}
-        for tp in sizes:
+        trained = policy_memory(need, layout, choice, self.setting)
+        if self._misses(need, trained, layout, gpus):
+            return []
+        found, policy = [], self._policy_seconds(need, layout, choice)
+        for tp in ENGINE_TP if need.engine_tp is None else (need.engine_tp,):
             if gpus % tp or tp > self.setting.machine.gpus_per_node or need.shape.heads % tp:
                 continue
-            memory = memory_of(need, layout, tp, choice, self.setting)
-            miss = overflow(memory, need, self.setting)
-            if miss is not None:
-                self._note(need, miss[1], miss[0], layout, gpus)
+            memory = engine_memory(need, layout, tp, choice, self.setting) | trained
+            if self._misses(need, memory, layout, gpus):
                 continue
             cache = kv_tokens(need.shape, memory["rollout"].kv_cache, tp)
-            if cache < need.longest:
+            if cache < need.longest:  # not one sequence
+                room = need.longest * need.shape.kv_bytes_per_token() / tp
+                self._note(need, room - memory["rollout"].kv_cache, "rollout", layout, gpus)
                 continue
-            policy = policy or self._policy_seconds(need, layout, choice)
             found.append(
                 Option(
                     need=need,
@@ -248,7 +252,7 @@ class Estimator:
                     engine_tp=tp,
                     choice=choice,
                     seconds=self._seconds(need, gpus, tp, int(cache), policy),
-                    memory=memory,
+                    memory={phase: memory[phase] for phase in IN_MEMORY},
                 )
             )
         return found
@@ -271,6 +275,12 @@ class Estimator:
                 need.shape, engine, replicas, setting.machine.device, need.work, setting.rates
             )
         return self._rollouts[key]
+
+    def _misses(self, need: Need, memory: dict[str, PhaseMemory], layout: Layout, gpus: int) -> bool:
+        miss = overflow(memory, self.setting)
+        if miss is not None:
+            self._note(need, miss[1], miss[0], layout, gpus)
+        return miss is not None
 
     def _note(self, need: Need, miss: float, phase: str, layout: Layout, gpus: int) -> None:
         """Remember the layout that misses by least, for whoever asks why nothing fits."""

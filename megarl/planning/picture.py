@@ -49,9 +49,9 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
             label=f"{count:.0f} nodes",
         )
     right.set_xscale("log")
-    right.set_yscale("log")
     right.set_xlabel("steps between checkpoints")
     right.set_ylabel("seconds per step, failures included")
+    right.set_ylim(bottom=0)
     right.grid(alpha=0.25, which="both")
     right.legend()
     figure.suptitle(title)

@@ -22,7 +22,7 @@ from megarl.planning.models import Shape
 
 Refit = Literal["gathered", "planned"]
 GPUS_PER_NODE = 8
-REPRESENTATIVES = 256  # of a replica's responses, in the decode model
+REPRESENTATIVES = 128  # of a replica's responses, in the decode model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,14 +149,3 @@ def test_two_agents_are_refilled_with_the_same_prompts(folder):
             assert len(kept) == 3 - row[f"agent/{name}/reward/prompts_missing"]
             teaching = row[f"agent/{name}/reward/prompts_teaching"]
             assert len(kept) == min(teaching, 3)
-
-
-def test_an_older_checkpoint_is_refused(folder):
-    cfg = validate(raw(folder, {"name": "format"}, name="old", steps=1))
-    run = train(cfg)
-    file = run / "checkpoints" / "step_1" / "state.json"
-    state = json.loads(file.read_text())
-    del state["cursor"]
-    file.write_text(json.dumps(state))
-    with pytest.raises(ValueError, match="does not say how far the deck was dealt"):
-        train(cfg.model_copy(update={"steps": 2}), resume=run)

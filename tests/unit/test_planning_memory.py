@@ -140,9 +140,7 @@ def test_state_is_what_megatron_allocates(family, layout, tmp_path):
     finally:
         ranks.close()
     for stage in range(layout.pp):
-        planned = policy_state(
-            read_shape(str(model)), layout, Training(tokens_per_microbatch=1, microbatches=1), stage
-        )
+        planned = policy_state(read_shape(str(model)), layout, Training(tokens_per_microbatch=1, microbatches=1), stage)
         mine = [rank for rank in found if rank["stage"] == stage]
         assert [rank["weights"] for rank in mine] == [planned.weights] * len(mine)
         # Megatron pads its buffers to whole buckets

@@ -38,7 +38,9 @@ def test_published_totals():
         "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
         "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
     }
-    assert {model: read_shape(model.replace("Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3")).parameters for model in totals} == totals
+    assert {
+        model: read_shape(model.replace("Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3")).parameters for model in totals
+    } == totals
     assert read_shape("qwen3-30b-a3b").active_parameters == pytest.approx(3.3e9, rel=0.1)
 
 
