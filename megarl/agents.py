@@ -1,8 +1,11 @@
 """An agent pairs a policy with an engine; the cohort's phases fan out over agents here and nowhere else.
 
-``rolling`` and ``learning`` own the hand-over of the GPUs: a GPU is never claimed by policy and engine at once.
+``open_agents``, ``rolling`` and ``learning`` own the hand-over of the GPUs. A policy is never on its GPUs while the
+engine there samples or holds the memory to sample with; only a reshard has the weights of both there. Agents begin as a
+step leaves them: policy loaded, engine asleep.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -12,18 +15,21 @@ from pathlib import Path
 
 import torch
 
-from megarl.backends.cluster import Placement, WorkerGroup, connect, place
+from megarl.backends.cluster import Device, connect
 from megarl.backends.megatron.policy import MegatronPolicy, make_worker
+from megarl.backends.placement import Placement, place
 from megarl.backends.protocols import Engine, Policy
 from megarl.backends.reference import ReferenceEngine, ReferencePolicy
 from megarl.backends.replay import ReplayEngine
 from megarl.backends.reshard import reshard
+from megarl.backends.scratch import sweep_buckets
 from megarl.backends.vllm.engine import VllmEngine
+from megarl.backends.workers import WorkerGroup
 from megarl.chat import Chat, open_chat
 from megarl.config import RunConfig
 from megarl.deck import Seat
 from megarl.schedule import learning_rate
-from megarl.settings import AgentConfig, SamplingConfig
+from megarl.settings import AgentConfig, LossConfig, SamplingConfig
 from megarl.types import Metrics, Need, Prompt, Rollout, RolloutKey, Sample, Seed, TokenStats
 
 
@@ -40,12 +46,13 @@ class Agent:
     seat: Seat  # under its own name; where ``seats`` has others, an evaluation's only
     seats: Mapping[str, Seat]  # name -> seat, under which a step's prompts are dealt
     max_prompt_tokens: int  # of any turn
-    kl_coef: float
+    loss: LossConfig  # with the agent's own KL coefficient
+    device: Device
 
     def needs(self, asked: frozenset[Need]) -> frozenset[Need]:
         """What to measure: what the method asks for, and the reference where this agent's loss has a KL term."""
         reference: frozenset[Need] = frozenset({"reference"})
-        return asked | reference if self.kl_coef > 0 else asked
+        return asked | reference if self.loss.kl_coef > 0 else asked
 
     def answers_to(self, name: str) -> bool:
         """Is this a name of the agent's?"""
@@ -110,9 +117,19 @@ def seats(agents: Agents) -> dict[str, Seat]:
     return {name: seat for agent in agents.values() for name, seat in agent.seats.items()}
 
 
-def readers(agents: Agents) -> dict[str, tuple[str, Chat]]:
-    """Name -> (view, chat): who reads which wording."""
-    return {name: (seat.view, agent.chat) for agent in agents.values() for name, seat in agent.seats.items()}
+def open_chats(cfg: RunConfig) -> dict[str, Chat]:
+    """Every agent's chat; the first look at its model folder."""
+    return {
+        name: open_chat(agent.model, agent.template, plain=not agent.chat_template)
+        for name, agent in cfg.agents.items()
+    }
+
+
+def readers(cfg: RunConfig, chats: Mapping[str, Chat]) -> dict[str, tuple[str, Chat]]:
+    """Name -> (view, chat), of every name under which prompts are dealt: who reads which wording."""
+    return {
+        seat: (view, chats[name]) for name, agent in cfg.agents.items() for seat, view in agent.seated(name).items()
+    }
 
 
 def fitting(agents: Agents, asks: Sequence[Prompt], too_long: set[tuple[str, RolloutKey | None]]) -> list[Prompt]:
@@ -146,9 +163,8 @@ def update(
 
     def learn(agent: Agent) -> Metrics:
         own = [sample for sample in samples if agent.answers_to(sample.key.agent)]
-        loss = cfg.loss.model_copy(update={"kl_coef": agent.kl_coef})
         rates = learning_rates(agent.config, step, cfg, cfg.batch.updates(len(own)))
-        return {**agent.policy.update(own, loss, cfg.batch, rates), "learning_rate": rates[-1]}
+        return {**agent.policy.update(own, agent.loss, cfg.batch, rates), "learning_rate": rates[-1]}
 
     return each(agents, learn, seconds, "update")
 
@@ -162,18 +178,29 @@ def learning_rates(agent: AgentConfig, step: int, cfg: RunConfig, updates: int) 
 
 
 def reshard_all(agents: Agents, version: int, bucket_bytes: int, seconds: Metrics) -> dict[str, Metrics]:
-    """Every policy's weights into its own engine."""
-    return each(agents, lambda a: reshard(a.policy, a.engine, version, bucket_bytes), seconds, "reshard")
+    """Every policy's weights into its own engine.
+
+    Raises ValueError where a policy has not seen ``version`` updates, as with a checkpoint put together by hand.
+    """
+
+    def hand_over(agent: Agent) -> Metrics:
+        if agent.policy.version != version:
+            raise ValueError(
+                f"agent {agent.name}: its policy has seen {agent.policy.version} updates where {version} steps are done"
+            )
+        return reshard(agent.policy, agent.engine, version, bucket_bytes)
+
+    return each(agents, hand_over, seconds, "reshard")
 
 
 @contextmanager
-def open_agents(cfg: RunConfig, run_dir: Path) -> Iterator[Agents]:
+def open_agents(cfg: RunConfig, run_dir: Path, chats: Mapping[str, Chat]) -> Iterator[Agents]:
     """Build the cohort, all agents side by side, on disjoint GPUs; tear all of it down at the end."""
     # reference backends live in this process, and on CPU a sum depends on how many threads share it
     torch.set_num_threads(cfg.cluster.threads_per_rank)
+    sweep_buckets()
     with ExitStack() as stack:
         placements: Mapping[str, Placement] = {}
-        chats = {name: open_chat(agent.model, agent.template) for name, agent in cfg.agents.items()}
         hosted = {name: agent for name, agent in cfg.agents.items() if _needs_cluster(agent)}
         if hosted:
             cluster = connect(cfg.cluster, run_dir)
@@ -181,7 +208,7 @@ def open_agents(cfg: RunConfig, run_dir: Path) -> Iterator[Agents]:
             placements = place(
                 cluster,
                 {name: agent.slots for name, agent in hosted.items()},
-                one_node={name: max(agent.layout.tp, agent.engine.tp) for name, agent in hosted.items()},
+                one_node={name: one_node(agent) for name, agent in hosted.items()},
                 timeout_s=cfg.cluster.start_timeout_s,
             )
 
@@ -198,23 +225,27 @@ def open_agents(cfg: RunConfig, run_dir: Path) -> Iterator[Agents]:
         yield {future.result().name: future.result() for future in building}
 
 
+def one_node(agent: AgentConfig) -> int:
+    """An agent that lies across nodes is cut at multiples of this: no tensor-parallel group of its policy, and none of
+    its engine, then has members on two nodes.
+    """
+    return math.lcm(agent.layout.tp, agent.engine.tp)
+
+
 def _needs_cluster(agent: AgentConfig) -> bool:
     return agent.backend == "megatron" or agent.engine.backend == "vllm"
 
 
 def _build(name: str, cfg: RunConfig, chat: Chat, placement: Placement | None, stack: ExitStack) -> Agent:
-    agent = cfg.agents[name]
-    temperature, kl_coef = cfg.sampling.temperature, cfg.kl_coef(name)
-    policy: Policy
-    if agent.backend == "megatron":
-        assert placement is not None
-        policy = _megatron(name, cfg, placement)
-    else:
-        tokens = cfg.batch.tokens_per_microbatch
-        policy = ReferencePolicy(agent, temperature=temperature, kl_coef=kl_coef, tokens_per_microbatch=tokens)
+    """The agent as a step leaves it. Its policy is away while the engine takes its share of the memory."""
+    policy = _build_policy(name, cfg, placement)
     stack.callback(policy.close)
+    policy.offload()
     engine = _build_engine(name, cfg, chat, placement)
     stack.callback(engine.close)
+    engine.sleep()
+    policy.onload()
+    agent = cfg.agents[name]
     return Agent(
         name=name,
         config=agent,
@@ -225,7 +256,21 @@ def _build(name: str, cfg: RunConfig, chat: Chat, placement: Placement | None, s
         seat=Seat(view=agent.view, n=cfg.samples(name)),
         seats={seat: Seat(view=view, n=cfg.samples(name)) for seat, view in agent.seated(name).items()},
         max_prompt_tokens=cfg.max_prompt_tokens,
-        kl_coef=kl_coef,
+        loss=cfg.loss.model_copy(update={"kl_coef": cfg.kl_coef(name)}),
+        device=placement.cluster.device if placement else "cpu",
+    )
+
+
+def _build_policy(name: str, cfg: RunConfig, placement: Placement | None) -> Policy:
+    agent = cfg.agents[name]
+    if agent.backend == "megatron":
+        assert placement is not None
+        return _megatron(name, cfg, placement)
+    return ReferencePolicy(
+        agent,
+        temperature=cfg.sampling.temperature,
+        kl_coef=cfg.kl_coef(name),
+        tokens_per_microbatch=cfg.batch.tokens_per_microbatch,
     )
 
 
@@ -237,6 +282,7 @@ def _megatron(name: str, cfg: RunConfig, placement: Placement) -> MegatronPolicy
         "keep_reference": cfg.kl_coef(name) > 0,
         "threads": cfg.cluster.threads_per_rank,
         "overrides": cfg.megatron,
+        "kernels": cfg.kernels,
     }
     world = agent.layout.world
     ranks = WorkerGroup(placement, f"{name}/policy", make_worker, [settings] * world)
@@ -254,7 +300,7 @@ def _build_engine(name: str, cfg: RunConfig, chat: Chat, placement: Placement | 
     match agent.engine.backend:
         case "vllm":
             assert placement is not None
-            longest = cfg.max_prompt_tokens + cfg.sampling_of(name).max_tokens
+            longest = cfg.engine_tokens(name)
             return VllmEngine(name, agent, placement, chat, longest, cfg.vllm)
         case "reference":
             return ReferenceEngine(agent, chat)

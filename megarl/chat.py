@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -20,7 +21,13 @@ class Chat:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]  # every id that ends a response: the tokenizer's and the generation config's
     vocab_size: int  # rows of the model's embedding, without any padding
-    options: Mapping[str, bool | int | str] = field(default_factory=dict)  # arguments of the template
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of the template, passed through
+    plain: bool = False  # contents joined by newlines, although the tokenizer may have a template
+
+    @property
+    def templated(self) -> bool:
+        """Does the tokenizer's chat template write the conversation?"""
+        return bool(self.tokenizer.chat_template) and not self.plain
 
     def render(self, messages: Sequence[Message]) -> np.ndarray:
         """Token ids, int32[Lp], of the conversation up to where the assistant speaks; with one BOS where the
@@ -28,11 +35,10 @@ class Chat:
 
         A tokenizer without a chat template (a base model) gets the contents joined by newlines.
         """
-        if self.tokenizer.chat_template:
+        if self.templated:
             turns = [{"role": m.role, "content": m.content} for m in messages]
-            text = str(
-                self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **self.options)
-            )
+            options: dict[str, Any] = dict(self.options)
+            text = str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options))
         else:
             text = "\n".join(m.content for m in messages)
         ids = [int(i) for i in self.tokenizer.encode(text, add_special_tokens=False)]
@@ -55,9 +61,9 @@ class Chat:
         return self.tokenizer.encode("a")[:1] == [self.tokenizer.bos_token_id]
 
 
-def open_chat(model: str, options: Mapping[str, bool | int | str] | None = None) -> Chat:
+def open_chat(model: str, options: Mapping[str, bool | int | str] | None = None, *, plain: bool = False) -> Chat:
     """The Chat of a Hugging Face model directory or hub name; no code of the model's is run. ``options`` go to its
-    chat template.
+    chat template, which ``plain`` leaves out.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -65,7 +71,8 @@ def open_chat(model: str, options: Mapping[str, bool | int | str] | None = None)
     except OSError as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"model {model}: no such directory, nor to be had from the hub ({reason})") from error
-    return Chat(tokenizer=tokenizer, stop_ids=_stop_ids(model, tokenizer), vocab_size=vocab_size, options=options or {})
+    stop_ids = _stop_ids(model, tokenizer)
+    return Chat(tokenizer=tokenizer, stop_ids=stop_ids, vocab_size=vocab_size, options=options or {}, plain=plain)
 
 
 def _stop_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

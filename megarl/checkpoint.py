@@ -8,9 +8,12 @@ and the policies' state are all there is to keep.
 
 import json
 import os
+import re
 import shutil
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.agents import Agents, each
 from megarl.deck import Cursor, Deck
@@ -21,19 +24,22 @@ _COMPLETE = "COMPLETE"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The newest complete checkpoint of a run, and the folders passed over."""
+    """The newest complete checkpoint of a run, and the folders passed over with the reason."""
 
     path: Path | None
     step: int
-    skipped: tuple[str, ...]
+    skipped: Mapping[str, str]
 
 
-def find(run_dir: Path) -> Found:
-    """Look for a checkpoint to resume from; partial folders are named, never used."""
-    complete = _complete(run_dir)
-    every = sorted((run_dir / "checkpoints").glob("step_*"))
-    step = max(complete, default=0)
-    return Found(complete.get(step), step, tuple(path.name for path in every if path not in complete.values()))
+def find(run_dir: Path, step: int | None = None) -> Found:
+    """Look for a checkpoint (of ``step``, else the newest); partial and damaged folders are named, never used."""
+    faults = {path: _fault(path) for path in sorted((run_dir / "checkpoints").glob("step_*"))}
+    whole = {_step(path): path for path, fault in faults.items() if fault is None}
+    skipped = {path.name: fault for path, fault in faults.items() if fault is not None}
+    if step is not None and step not in whole:
+        raise ValueError(f"{run_dir}: no complete checkpoint of step {step}; there are {sorted(whole)}")
+    found = max(whole, default=0) if step is None else step
+    return Found(whole.get(found), found, skipped)
 
 
 def save(run_dir: Path, step: int, agents: Agents, deck: Deck, cursor: Cursor, keep: int) -> Path:
@@ -48,40 +54,72 @@ def save(run_dir: Path, step: int, agents: Agents, deck: Deck, cursor: Cursor, k
         "deck": _fingerprint(deck),
         "cursor": asdict(cursor),
         "agents": {name: {"model": a.config.model, "layout": str(a.config.layout)} for name, a in agents.items()},
+        "bytes": {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()},
     }
     _write_through(partial / "state.json", json.dumps(state, indent=1))
     _write_through(partial / _COMPLETE, f"{step}\n")
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
     _sync(final.parent)
-    for old in sorted(_complete(run_dir))[:-keep]:
-        shutil.rmtree(run_dir / "checkpoints" / f"step_{old}")
+    complete = {_step(path): path for path in final.parent.glob("step_*[0-9]") if (path / _COMPLETE).is_file()}
+    for old in sorted(complete)[:-keep]:
+        shutil.rmtree(complete[old])
     return final
 
 
-def load(path: Path, agents: Agents, deck: Deck) -> Cursor:
-    """Bring every policy to where the checkpoint was, and say where the deck was; another layout is allowed."""
-    state = json.loads((path / "state.json").read_text())
+def check(path: Path, agents: Collection[str], deck: Deck) -> None:
+    """Raise ValueError unless these agents can go on from the checkpoint with this deck. Nothing is loaded."""
+    state = _state(path)
     if set(state["agents"]) != set(agents):
         raise ValueError(
             f"{path} holds agents {', '.join(sorted(state['agents']))}, the run {', '.join(sorted(agents))}"
         )
     if state["deck"] != _fingerprint(deck):
         raise ValueError(f"{path} was made with other prompts, or in another order, than data.path gives now")
-    if "cursor" not in state:
-        raise ValueError(f"{path} does not say how far the deck was dealt: an older megarl wrote it; start anew")
+
+
+def load(path: Path, agents: Agents) -> Cursor:
+    """Bring every policy to where the checkpoint was, and say where the deck was; another layout is allowed."""
+    load_weights(path, agents)
+    return Cursor(**_state(path)["cursor"])
+
+
+def load_weights(path: Path, agents: Agents) -> None:
+    """Bring the policies of ``agents`` to where the checkpoint was, whatever they are asked next."""
     each(agents, lambda agent: agent.policy.load(path / "agents" / agent.name))
-    return Cursor(**state["cursor"])
 
 
-def _complete(run_dir: Path) -> dict[int, Path]:
-    """Step -> folder, of every checkpoint that was finished."""
-    folders = {path.name.removeprefix("step_"): path for path in (run_dir / "checkpoints").glob("step_*")}
-    return {int(name): path for name, path in folders.items() if name.isdigit() and (path / _COMPLETE).is_file()}
+def _state(path: Path) -> dict[str, Any]:
+    return json.loads((path / "state.json").read_text(encoding="utf-8"))
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _fault(path: Path) -> str | None:
+    """Why a folder cannot be resumed from; None: it can."""
+    if re.fullmatch(r"step_[0-9]+", path.name) is None:
+        return "no finished checkpoint"
+    if not (path / _COMPLETE).is_file():
+        return f"not finished (no {_COMPLETE})"
+    try:
+        state = _state(path)
+        sizes = dict(state["bytes"])
+        Cursor(**state["cursor"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"state.json is damaged or of another version ({error!r})"
+    for name, size in sizes.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != size:
+            return f"{name} is missing or cut"
+    return None
 
 
 def _fingerprint(deck: Deck) -> str:
-    return f"{derive(deck.uids, deck.seed, deck.shuffle):x}"
+    """Of everything that decides what is dealt and how it reads."""
+    gold = None if deck.gold is None else sorted(deck.gold.items())
+    return f"{derive(deck.uids, deck.seed, deck.shuffle, sorted(deck.views.items()), gold):x}"
 
 
 def _write_through(path: Path, text: str) -> None:

@@ -1,38 +1,68 @@
 """The one entry point: ``megarl VERB ...``, the same as ``python -m megarl VERB ...``.
 
-Exit codes: 0 done, 1 a worker was lost (or a bug, with its traceback), 2 bad input, 3 stopped by a guard, 130
-interrupted.
+Exit codes: 0 done, 1 a worker, a disk or a network was lost (or a bug, with its traceback), 2 bad input, 3 stopped by
+a guard, 128 + the signal's number where one ended the run (130: Ctrl-C, 143: SIGTERM).
 """
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
+from megarl import __version__
 from megarl.config import RunConfig, compose, validate
 
-LOST, BAD_INPUT, GUARD, INTERRUPTED = 1, 2, 3, 130
+LOST, BAD_INPUT, GUARD = 1, 2, 3
+
+
+class Ended(KeyboardInterrupt):
+    """A signal that asks to end; raised in the main thread, so that everything is closed on the way out."""
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise Ended(signal.Signals(number).name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a verb and exit with its code."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    if argv == ["--version"]:
+        print(f"megarl {__version__}")
+        sys.exit(0)
     if not argv or argv[0] in ("-h", "--help") or argv[0] not in VERBS:
         known = "\n".join(f"  {verb:10} {(fn.__doc__ or '').splitlines()[0]}" for verb, fn in VERBS.items())
-        print(f"usage: megarl VERB ...\n{known}", file=sys.stderr)
-        sys.exit(0 if argv and argv[0] in ("-h", "--help") else BAD_INPUT)
+        asked_for_help = bool(argv) and argv[0] in ("-h", "--help")
+        unknown = f"megarl: no verb {argv[0]!r}\n" if argv and not asked_for_help else ""
+        print(f"{unknown}usage: megarl VERB ...\n{known}", file=sys.stderr)
+        sys.exit(0 if asked_for_help else BAD_INPUT)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: engines, ranks and files are closed
+        signal.signal(number, _end)
     try:
         code = VERBS[argv[0]](argv[1:])
-    except ValueError as error:
-        print(f"megarl {argv[0]}: {error}", file=sys.stderr)
-        code = BAD_INPUT
-    except KeyboardInterrupt:
-        print(f"megarl {argv[0]}: interrupted", file=sys.stderr)
-        code = INTERRUPTED
+    except (ValueError, OSError) as error:
+        if os.environ.get("MEGARL_TRACEBACK"):
+            raise
+        print(f"megarl {argv[0]}: {told(error)}", file=sys.stderr)
+        code = BAD_INPUT if isinstance(error, ValueError) else LOST
+    except KeyboardInterrupt as end:
+        name = str(end) or "SIGINT"
+        print(f"megarl {argv[0]}: ended by {name}", file=sys.stderr)
+        code = 128 + signal.Signals[name]
     sys.exit(code)
+
+
+def told(error: BaseException) -> str:
+    """The message, and the first line of every note: which worker it came from, where its log is."""
+    notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note]
+    return "\n  ".join([str(error), *notes])
 
 
 def train(argv: Sequence[str]) -> int:
@@ -43,21 +73,25 @@ def train(argv: Sequence[str]) -> int:
     parser.add_argument("--cfg", choices=("job",), help="print the resolved run and stop")
     parser.add_argument("--config-dir", type=Path, help="a folder of your own experiment/, algo/ ... YAML files")
     args = parser.parse_intermixed_args(argv)
+    if args.resume and args.config_dir:
+        raise ValueError("--resume takes the run's own configuration: --config-dir has no place beside it")
     cfg = resumed(args.resume, args.overrides) if args.resume else compose(args.overrides, args.config_dir)
     if args.cfg:
         print(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False), end="")
         return 0
+    from safetensors import SafetensorError
+
     from megarl.backends.cluster import WorkerLost  # here: a typo is refused before torch, Ray and vLLM are imported
-    from megarl.train import GuardStop
+    from megarl.guards import GuardStop
     from megarl.train import train as run
 
     try:
         run(cfg, resume=args.resume)
-    except GuardStop as stop:
+    except (GuardStop, FloatingPointError) as stop:
         print(f"megarl train: stopped: {stop}", file=sys.stderr)
         return GUARD
-    except (WorkerLost, TimeoutError) as lost:
-        print(f"megarl train: {lost}", file=sys.stderr)
+    except (WorkerLost, TimeoutError, SafetensorError) as lost:  # the last: a full disk, under a library's own name
+        print(f"megarl train: {told(lost)}", file=sys.stderr)
         return LOST
     return 0
 
@@ -67,9 +101,15 @@ def resumed(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
     file = run_dir / "config.yaml"
     if not file.is_file():
         raise ValueError(f"--resume {run_dir}: no run there (no config.yaml)")
-    changes = OmegaConf.from_dotlist([text.lstrip("+") for text in overrides])
-    raw = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(file), changes), resolve=True)
-    assert isinstance(raw, dict)
+    if added := [text for text in overrides if text.startswith(("+", "~"))]:
+        raise ValueError(f"--resume {run_dir}: {added[0]}: a run that is resumed has its configuration; only key=value")
+    try:
+        changes = OmegaConf.from_dotlist(list(overrides))
+        raw = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(file), changes), resolve=True)
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"--resume {run_dir}: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{file} is no configuration of a run")
     return validate({str(key): value for key, value in raw.items()})
 
 
@@ -81,6 +121,20 @@ def demo(argv: Sequence[str]) -> int:
     return 0
 
 
+def evaluate(argv: Sequence[str]) -> int:
+    """Examine a checkpoint, models or recorded rollouts: megarl eval [--run RUN_DIR] --set NAME=PATH [key=value ...]"""
+    from megarl.evaluation.command import run
+
+    return run(argv)
+
+
+def diversity(argv: Sequence[str]) -> int:
+    """Which models make a cohort: megarl diversity agents.NAME.model=DIR ... --set NAME=PATH, or --rollouts FILE ..."""
+    from megarl.diversity_command import run
+
+    return run(argv)
+
+
 def answers(argv: Sequence[str]) -> int:
     """Judge, extract and vote on files of answers: megarl answers judge|extract|vote IN.jsonl OUT.jsonl"""
     from megarl.answers.command import main as run
@@ -88,4 +142,18 @@ def answers(argv: Sequence[str]) -> int:
     return run(argv)
 
 
-VERBS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "demo": demo, "answers": answers}
+def plan(argv: Sequence[str]) -> int:
+    """Does a cohort fit, how is it best laid out, how long is a step: megarl plan +experiment=NAME [--json]"""
+    from megarl.planning.command import run
+
+    return run(argv)
+
+
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "eval": evaluate,
+    "answers": answers,
+    "plan": plan,
+    "diversity": diversity,
+    "demo": demo,
+}

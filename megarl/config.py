@@ -4,7 +4,6 @@ Hydra composes YAML at the door (``compose``); what it may say is decided here, 
 """
 
 import difflib
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from megarl.settings import (
     DataConfig,
     EvaluationConfig,
     GuardConfig,
+    KernelsConfig,
     LossConfig,
     Name,
     ReshardConfig,
@@ -38,6 +38,7 @@ from megarl.settings import (
     SamplingConfig,
     Section,
 )
+from megarl.shape import check_model
 
 _HERE = Path(__file__).resolve().parent
 CONFIG_DIR = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / "configs"
@@ -63,6 +64,7 @@ class RunConfig(Section):
     loss: LossConfig = LossConfig()
     agents: dict[Name, AgentConfig] = Field(min_length=1)
     cluster: ClusterConfig = ClusterConfig()
+    kernels: KernelsConfig = KernelsConfig()
     reshard: ReshardConfig = ReshardConfig()
     guard: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -93,6 +95,8 @@ class RunConfig(Section):
             )
         for name, agent in self.agents.items():
             self._check_agent(name, agent)
+            self._check_batch(name, agent)
+        self._check_backends()
         self._check_slots()
         _warn_of_twins(self.agents)
         return self
@@ -133,23 +137,55 @@ class RunConfig(Section):
         limit, buffer = agent.max_tokens or self.sampling.max_tokens, self.reward.overlong_buffer
         if buffer is not None and buffer > limit:
             raise ValueError(f"reward.overlong_buffer={buffer} is more than the {limit} tokens {key} may answer with")
-        samples = self.batch.prompts_per_step * self.samples(name)
-        if self.batch.updates_per_step > samples:
-            raise ValueError(
-                f"batch.updates_per_step={self.batch.updates_per_step} is more than the {samples} samples of {key}"
-            )
-        if self.batch.samples_per_update is not None and agent.optimizer.schedule.per == "update":
-            raise ValueError(
-                f"{key}.optimizer.schedule.per=update needs to know the number of updates: set batch.updates_per_step "
-                "instead of batch.samples_per_update"
-            )
         tp = max(layout.tp, agent.engine.tp)
         if tp > self.cluster.gpus_per_node:
             raise ValueError(
                 f"{key} wants tensor parallel {tp}, but cluster.gpus_per_node={self.cluster.gpus_per_node}: "
                 "a tensor-parallel group stays within a node"
             )
-        _check_against_model(key, agent, longest)
+        check_model(key, agent, self.engine_tokens(name))
+
+    def _check_batch(self, name: str, agent: AgentConfig) -> None:
+        key, voters, trained = f"agents.{name}", self.samples(name), self.batch.train_samples_per_prompt
+        if trained is not None and trained > voters:
+            raise ValueError(
+                f"batch.train_samples_per_prompt={trained} is more than the {voters} rollouts per prompt of {key}: a "
+                "rollout that was not sampled cannot train"
+            )
+        if (trained or voters) == 1 and self.advantage.mode != "batch":
+            raise ValueError(
+                f"{key} trains on 1 rollout per prompt: compared with itself alone it has advantage 0 under "
+                f"advantage.mode={self.advantage.mode}, and nothing is learnt; give at least 2"
+            )
+        samples = self.batch.prompts_per_step * (trained or voters)
+        if self.batch.updates_per_step > samples:
+            raise ValueError(
+                f"batch.updates_per_step={self.batch.updates_per_step} is more than the {samples} training samples of "
+                f"{key}"
+            )
+        schedule = agent.optimizer.schedule
+        if isinstance(schedule.warmup, int) and schedule.per == "step" and schedule.warmup >= self.steps > 1:
+            warnings.warn(
+                f"{key}.optimizer.schedule.warmup={schedule.warmup} of steps={self.steps}: the learning rate never "
+                "reaches its peak",
+                stacklevel=2,
+            )
+        if self.batch.samples_per_update is not None and agent.optimizer.schedule.per == "update":
+            raise ValueError(
+                f"{key}.optimizer.schedule.per=update needs to know the number of updates: set batch.updates_per_step "
+                "instead of batch.samples_per_update"
+            )
+
+    def _check_backends(self) -> None:
+        for name, agent in self.agents.items():
+            if agent.backend == "reference" and agent.layout.world > 1:
+                raise ValueError(f"agents.{name}.layout={agent.layout}: backend=reference is one process")
+            if agent.engine.backend == "replay" and self.evaluation.data is not None:
+                raise ValueError(f"agents.{name}.engine.backend=replay has no rollouts of an evaluation: leave it out")
+        if self.megatron and not any(agent.backend == "megatron" for agent in self.agents.values()):
+            raise ValueError(f"megatron: {', '.join(self.megatron)}: no agent has backend=megatron")
+        if self.vllm and not any(agent.engine.backend == "vllm" for agent in self.agents.values()):
+            raise ValueError(f"vllm: {', '.join(self.vllm)}: no agent has engine.backend=vllm")
 
     def _check_slots(self) -> None:
         wanted = {name: agent.slots for name, agent in self.agents.items()}
@@ -175,6 +211,12 @@ class RunConfig(Section):
         """Longest prompt of any turn."""
         return self.algo.prompt_limit(self.data.max_prompt_tokens)
 
+    def engine_tokens(self, agent: str) -> int:
+        """Longest sequence that an agent's engine must hold, in training or evaluation."""
+        training = self.max_prompt_tokens + self.sampling_of(agent).max_tokens
+        data = self.evaluation.data
+        return training if data is None else max(training, data.max_prompt_tokens + self.evaluation.sampling.max_tokens)
+
     def samples(self, agent: str) -> int:
         """Rollouts per prompt of an agent."""
         return self.agents[agent].samples_per_prompt or self.batch.samples_per_prompt
@@ -187,36 +229,6 @@ class RunConfig(Section):
     def kl_coef(self, agent: str) -> float:
         own = self.agents[agent].kl_coef
         return self.loss.kl_coef if own is None else own
-
-
-def _check_against_model(key: str, agent: AgentConfig, longest: int) -> None:
-    """Refuse a layout or lengths that the model's own shape cannot take, where its config.json is at hand."""
-    file = Path(agent.model) / "config.json"
-    if not file.is_file():
-        return  # a hub name: the backend checks it once it is loaded
-    try:
-        model = json.loads(file.read_text(encoding="utf-8"))
-        model = model.get("text_config", model)
-        heads, layers = int(model["num_attention_heads"]), int(model["num_hidden_layers"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{key}.model={agent.model}: {file} does not describe a language model ({error!r})") from error
-    groups, wide = model.get("num_key_value_heads", heads), model.get("intermediate_size", 0)
-    for field, tp in (("layout.tp", agent.layout.tp), ("engine.tp", agent.engine.tp)):
-        if heads % tp or wide % tp:
-            part, size = ("num_attention_heads", heads) if heads % tp else ("intermediate_size", wide)
-            raise ValueError(f"{key}.{field}={tp} does not divide {part}={size} of {agent.model}")
-        if groups % tp and tp % groups:
-            raise ValueError(
-                f"{key}.{field}={tp} and num_key_value_heads={groups} of {agent.model}: one must divide the other"
-            )
-    if agent.layout.pp > layers:
-        raise ValueError(f"{key}.layout.pp={agent.layout.pp} stages, but {agent.model} has num_hidden_layers={layers}")
-    positions = model.get("max_position_embeddings")
-    if positions is not None and longest > positions:
-        raise ValueError(
-            f"{key}: a sequence may have {longest} tokens (prompt + response), but {agent.model} has "
-            f"max_position_embeddings={positions}: lower data.max_prompt_tokens or max_tokens"
-        )
 
 
 def _warn_of_twins(agents: Mapping[str, AgentConfig]) -> None:

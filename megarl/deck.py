@@ -3,20 +3,20 @@
 Gold answers stay here. The loop hands them to a method that declares the need, and to the diagnostics.
 """
 
-import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from megarl.chat import Chat
+from megarl.choices import Choices, draw_choices
+from megarl.rows import Row, answers, column, conversation, read_rows, texts
 from megarl.settings import DataConfig, ViewConfig
 from megarl.types import Gold, Message, Prompt, derive
 
-Rows = list[dict[str, Any]]
 Views = dict[str, list[tuple[Message, ...]]]  # view -> messages per row
 
 
@@ -36,11 +36,21 @@ class Deck:
     views: Views
     gold: Gold | None
     filtered: int  # rows left out because a view of theirs was too long for some agent
+    unanswered: int  # rows left out because they have no true answer, where one is needed
     seed: int
     shuffle: bool = True
 
     def __len__(self) -> int:
         return len(self.uids)
+
+    def check_size(self, prompts_per_step: int) -> None:
+        """Raise where a step would hold one prompt twice."""
+        if prompts_per_step > len(self):
+            raise ValueError(
+                f"batch.prompts_per_step={prompts_per_step}, but the deck holds {len(self)} prompts "
+                f"({self.filtered} were too long, {self.unanswered} had no true answer); lower it to at most "
+                f"{len(self)} or bring more prompts"
+            )
 
     def deal(self, cursor: Cursor, prompts_per_step: int, seats: Mapping[str, "Seat"]) -> tuple[list[Prompt], Cursor]:
         """A step's prompts for every seat (the same rows, each in the seat's own view), and the cursor behind them.
@@ -48,11 +58,7 @@ class Deck:
         An epoch is a shuffle of all rows. Where fewer are left of it than a step takes, those are left out and the next
         epoch begins, so that no step holds one prompt twice.
         """
-        if prompts_per_step > len(self):
-            raise ValueError(
-                f"batch.prompts_per_step={prompts_per_step}, but the deck holds {len(self)} prompts "
-                f"({self.filtered} were too long); lower it to at most {len(self)} or bring more prompts"
-            )
+        self.check_size(prompts_per_step)
         if cursor.place + prompts_per_step > len(self):
             cursor = Cursor(epoch=cursor.epoch + 1)
         return self.deal_more(cursor, prompts_per_step, seats)
@@ -86,84 +92,70 @@ class Seat:
     n: int
 
 
-def open_deck(cfg: DataConfig, chats: Mapping[str, tuple[str, Chat]], seed: int) -> Deck:
-    """Read a prompt file; ``chats`` maps agent -> (view, chat), to leave out prompts too long for any of them."""
+def open_deck(cfg: DataConfig, chats: Mapping[str, tuple[str, Chat]], seed: int, *, gold_needed: bool = False) -> Deck:
+    """Read a prompt file; ``chats`` maps agent -> (view, chat), to leave out prompts too long for any of them.
+
+    A row may lack a true answer; it is left out where ``gold_needed``.
+    """
     rows = read_rows(Path(cfg.path))[: cfg.limit]
     uids = _uids(rows, cfg, cfg.path)
-    views = {name: _view(cfg, view, rows, uids) for name, view in cfg.views.items()}
-    gold = _gold(rows, uids, cfg) if cfg.gold is not None else None
+    choices = _choices(rows, uids, cfg)
+    views = {name: _view(cfg, view, rows, uids, choices) for name, view in cfg.views.items()}
+    gold = _gold(rows, uids, cfg, choices) if cfg.gold is not None else None
     used = {(view, id(chat)): (view, chat) for view, chat in chats.values()}
     fits = [
         all(len(chat.render(views[view][row])) <= cfg.max_prompt_tokens for view, chat in used.values())
         for row in range(len(rows))
     ]
-    kept = [row for row, ok in enumerate(fits) if ok]
-    if not kept:
+    if not any(fits):
         raise ValueError(f"{cfg.path}: no prompt is within data.max_prompt_tokens={cfg.max_prompt_tokens}")
+    kept = [row for row, ok in enumerate(fits) if ok and not (gold_needed and gold and uids[row] not in gold)]
     return Deck(
         uids=tuple(uids[row] for row in kept),
         views={name: [messages[row] for row in kept] for name, messages in views.items()},
         gold=gold,
-        filtered=len(rows) - len(kept),
+        filtered=fits.count(False),
+        unanswered=fits.count(True) - len(kept),
         seed=seed,
         shuffle=cfg.shuffle,
     )
 
 
-def read_rows(path: Path) -> Rows:
-    """Rows of a .parquet, .jsonl or .json file (a list of objects)."""
-    if not path.is_file():
-        raise ValueError(f"data.path={path}: no such file")
-    if path.suffix == ".parquet":
-        return pq.read_table(path).to_pylist()
-    if path.suffix == ".jsonl":
-        lines = path.read_text(encoding="utf-8").split("\n")
-        rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    elif path.suffix == ".json":
-        rows = _parse(path.read_text(encoding="utf-8"), str(path))
-    else:
-        raise ValueError(f"data.path={path}: unknown suffix {path.suffix!r}; known: .parquet, .jsonl, .json")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"data.path={path}: expected a list of objects")
-    return rows
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
-
-
-def _column(rows: Rows, name: str, path: str) -> list[Any]:
-    """Values of a column; a dotted name reaches into nested fields ("reward_model.ground_truth")."""
-    values = []
-    for number, row in enumerate(rows):
-        value: Any = row
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value is None:
-            raise ValueError(f"{path}: row {number} has no {name!r}; its columns: {', '.join(row)}")
-        values.append(value)
-    return values
-
-
-def _uids(rows: Rows, cfg: DataConfig, path: str) -> list[str]:
+def _uids(rows: list[Row], cfg: DataConfig, path: str) -> list[str]:
     if cfg.id is None:
         return [str(number) for number in range(len(rows))]
-    uids = [str(value) for value in _column(rows, cfg.id, path)]
+    uids = texts(rows, cfg.id, path)
     if len(set(uids)) < len(uids):
-        twice = next(uid for uid in uids if uids.count(uid) > 1)
+        twice = Counter(uids).most_common(1)[0][0]
         raise ValueError(f"{path}: data.id={cfg.id} is not unique: {twice!r} stands twice")
     return uids
 
 
-def _view(cfg: DataConfig, view: ViewConfig, rows: Rows, uids: Sequence[str]) -> list[tuple[Message, ...]]:
+def _choices(rows: list[Row], uids: Sequence[str], cfg: DataConfig) -> list[Choices] | None:
+    """The options of every row, where prompts are multiple choice."""
+    if not cfg.wrong:
+        return None
+    if cfg.gold is None:
+        raise ValueError("data.wrong names columns of wrong options: name that of the right one in data.gold")
+    right = texts(rows, cfg.gold, cfg.path)
+    wrong = zip(*(texts(rows, name, cfg.path) for name in cfg.wrong), strict=True)
+    return [draw_choices(uid, r, list(ws)) for uid, r, ws in zip(uids, right, wrong, strict=True)]
+
+
+def _view(
+    cfg: DataConfig, view: ViewConfig, rows: list[Row], uids: Sequence[str], choices: Sequence[Choices] | None
+) -> list[tuple[Message, ...]]:
     path = view.path or cfg.path
     if view.path is not None:
+        if cfg.id is None:
+            raise ValueError(f"data.views: {view.path} is a file of its own: name the ids that align it by data.id")
         rows = read_rows(Path(view.path))[: cfg.limit]
         _same_order(_uids(rows, cfg, view.path), uids, view.path, cfg.path)
-    return [_messages(value, view) for value in _column(rows, view.column or cfg.prompt, path)]
+    options = [c.text for c in choices] if choices else [""] * len(rows)
+    name = view.column or cfg.prompt
+    values = column(rows, name, path)
+    where = [f"{path}: row {number}, {name!r}" for number in range(len(rows))]
+    return [_messages(*one, view) for one in zip(values, where, options, strict=True)]
 
 
 def _same_order(found: Sequence[str], expected: Sequence[str], path: str, reference: str) -> None:
@@ -175,17 +167,16 @@ def _same_order(found: Sequence[str], expected: Sequence[str], path: str, refere
             raise ValueError(f"{path}: row {row} is {a!r}, but {b!r} in {reference}: views must be row-aligned")
 
 
-def _messages(value: Any, view: ViewConfig) -> tuple[Message, ...]:
-    turns: list[Any] = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
-    messages = [Message(turn["role"], turn["content"]) for turn in turns]
+def _messages(value: Any, where: str, options: str, view: ViewConfig) -> tuple[Message, ...]:
+    messages = conversation(value, where)
     last = messages[-1]
-    messages[-1] = Message(last.role, f"{view.before}{last.content}{view.after}")
+    messages[-1] = Message(last.role, f"{view.before}{last.content}{options}{view.after}")
     return tuple(messages)
 
 
-def _gold(rows: Rows, uids: Sequence[str], cfg: DataConfig) -> Gold:
+def _gold(rows: list[Row], uids: Sequence[str], cfg: DataConfig, choices: Sequence[Choices] | None) -> Gold:
     assert cfg.gold is not None
-    values = [str(value) for value in _column(rows, cfg.gold, cfg.path)]
-    if cfg.gold_after is not None:
-        values = [value.rsplit(cfg.gold_after, 1)[-1].strip() for value in values]
-    return dict(zip(uids, values, strict=True))
+    if choices:
+        return dict(zip(uids, (c.right for c in choices), strict=True))
+    values = answers(rows, cfg.gold, cfg.path, cfg.gold_after)
+    return {uid: value for uid, value in zip(uids, values, strict=True) if value is not None}

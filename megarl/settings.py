@@ -64,10 +64,15 @@ class BatchConfig(Section):
 
 
 class LossConfig(Section):
-    """Clipped surrogate with optional KL term and truncated importance sampling (algorithms: PPO, GRPO, DAPO, TIS)."""
+    """Clipped surrogate with optional KL term and truncated importance sampling (PPO, GRPO, DAPO, GSPO, TIS)."""
 
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.2, gt=0)
+    ratio_level: Literal["token", "sequence"] = Field(
+        default="token",
+        description="sequence (GSPO): one ratio per response, the geometric mean of its tokens'; clip_low and "
+        "clip_high are then about 3e-4 and 4e-4",
+    )
     dual_clip: float | None = Field(default=None, gt=1, description="bound c of the loss at negative advantages")
     kl_coef: float = Field(default=0.0, ge=0, description="beta; above 0 the initial weights are kept as reference")
     kl: Literal["k1", "k2", "k3"] = "k3"
@@ -88,6 +93,27 @@ class AdvantageConfig(Section):
     mode: Literal["grpo", "dr_grpo", "rloo", "batch"] = "grpo"
     ddof: Literal[0, 1] = 1
     eps: float = Field(default=1e-6, ge=0)
+
+
+class KernelsConfig(Section):
+    """How Megatron policies turn hidden states into logprobs, in measure and update."""
+
+    backend: Literal["auto", "torch", "triton", "liger"] = Field(
+        default="auto", description="auto: Triton on sm_80 and newer, else torch; liger: the fused head alone"
+    )
+    fused_head: bool = Field(
+        default=True, description="logprobs from hidden states, chunk by chunk; false: from the logits of a whole pack"
+    )
+    workspace_bytes: int = Field(default=512 << 20, ge=1 << 16, description="of the fused head's chunks, per rank")
+    compare: bool = Field(
+        default=False, description="compute both ways, at thrice the cost, and log the largest differences"
+    )
+
+    @model_validator(mode="after")
+    def _liger_is_a_head(self) -> "KernelsConfig":
+        if self.backend == "liger" and not self.fused_head:
+            raise ValueError("kernels.backend=liger is a fused head: it needs kernels.fused_head=true")
+        return self
 
 
 class RewardConfig(Section):
@@ -214,6 +240,7 @@ class AgentConfig(Section):
     backend: Literal["megatron", "reference"] = "megatron"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     seed: int | None = Field(default=None, description="generation stream; null: from the agent's name")
+    chat_template: bool = Field(default=True, description="false: contents joined by newlines, for a base model")
     optimizer: OptimizerConfig = OptimizerConfig()
     layout: LayoutConfig = LayoutConfig()
     engine: EngineConfig = EngineConfig()
@@ -254,12 +281,18 @@ class ViewConfig(Section):
 
 
 class DataConfig(Section):
-    """A prompt file: .parquet, .jsonl or .json (a list of rows). A prompt is a text or a list of chat messages."""
+    """A prompt file: .parquet, .jsonl, .json (a list of rows), .csv. A prompt is a text or a list of chat messages."""
 
     path: str
     prompt: str = Field(default="prompt", description="column of the prompt")
     gold: str | None = Field(default=None, description="column of the true answer: RLVR and diagnostics only")
     gold_after: str | None = Field(default=None, description="the true answer is what follows this mark, e.g. '####'")
+    wrong: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="columns of wrong options: they and data.gold's follow the prompt under letters, in an order drawn "
+        "from the row's id, and the true answer is a letter",
+    )
     id: str | None = Field(default=None, description="column of a unique id; null: the row number")
     views: dict[str, ViewConfig] = {"original": ViewConfig()}
     max_prompt_tokens: int = Field(default=1024, ge=1, description="longer prompts are left out, and counted")
@@ -279,6 +312,12 @@ class EvaluationConfig(Section):
     data: DataConfig | None = None
     samples_per_prompt: int = Field(default=4, ge=1)
     sampling: SamplingConfig = SamplingConfig()
+    revise: bool = Field(default=False, description="each answer is verified once, and revised once if called wrong")
+    pass_at: tuple[int, ...] = Field(
+        default=(), strict=False, description="k of pass@k and maj@k; empty: 1, 2, 4 ... and samples_per_prompt"
+    )
+    confidence: float = Field(default=0.95, gt=0, lt=1, description="of the bootstrap intervals over problems")
+    resamples: int = Field(default=2000, ge=1, description="of the bootstrap")
 
     @model_validator(mode="after")
     def _has_a_file(self) -> "EvaluationConfig":
@@ -288,17 +327,58 @@ class EvaluationConfig(Section):
             raise ValueError("evaluation.data.gold names no column: accuracy needs true answers")
         return self
 
+    @model_validator(mode="after")
+    def _k_is_among_the_samples(self) -> "EvaluationConfig":
+        beyond = [k for k in self.pass_at if not 1 <= k <= self.samples_per_prompt]
+        if beyond:
+            raise ValueError(
+                f"evaluation.pass_at={list(self.pass_at)}: {beyond[0]} is not within 1 .. "
+                f"samples_per_prompt={self.samples_per_prompt}"
+            )
+        return self
+
     def due(self, step: int) -> bool:
         """Is the cohort to be evaluated before ``step``?"""
         return self.every_steps is not None and step % self.every_steps == 0
 
 
+class TurnConfig(Section):
+    """What is a sign of collapse in one metric, smoothed: a rise and then a fall, or leaving its bounds."""
+
+    rise: float = Field(default=0.2, ge=0, description="from the lowest value before the peak, as a share of the peak")
+    fall: float = Field(default=0.2, gt=0, le=1, description="from the peak to now, as a share of the peak")
+    least: float | None = Field(default=None, description="below it is a sign by itself; null: no such bound")
+    most: float | None = Field(default=None, description="above it is a sign by itself; null: no such bound")
+
+
 class GuardConfig(Section):
-    """When a run is unhealthy. Drift is mean |logprob by engine - by policy| over a step's response tokens."""
+    """When a run is unhealthy. Drift is mean |logprob by engine - by policy| over a step's response tokens.
+
+    Signs of collapse need no true answers and are no proof: a rewards' spread also falls where everybody is right.
+    """
 
     drift_float32: float = Field(default=1e-4, gt=0)
     drift_bfloat16: float = Field(default=6e-2, gt=0)
     on_drift: Literal["stop", "warn"] = "stop"
+    skipped_in_a_row: int = Field(
+        default=3, ge=1, description="steps with a gradient that is not finite, one after the other, before a stop"
+    )
+    on_collapse: Literal["stop", "warn", "off"] = "warn"
+    window: int = Field(default=40, ge=3, description="steps that are looked back upon, the present one included")
+    smooth: int = Field(default=5, ge=1, description="steps of the running mean that is judged instead of a metric")
+    vote_margin: TurnConfig | None = TurnConfig()
+    entropy: TurnConfig | None = TurnConfig()
+    response_tokens: TurnConfig | None = TurnConfig()
+    reward_spread: TurnConfig | None = TurnConfig()
+
+    @model_validator(mode="after")
+    def _window_holds_a_turn(self) -> "GuardConfig":
+        if self.window < self.smooth + 2:
+            raise ValueError(
+                f"guard.window={self.window} is too short for guard.smooth={self.smooth}: a turn takes three smoothed "
+                f"values, so at least {self.smooth + 2} steps"
+            )
+        return self
 
 
 class ReshardConfig(Section):

@@ -1,46 +1,41 @@
 """`megarl train`. Read this first: one step of a cohort, in the order in which it happens."""
 
-from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 from megarl import checkpoint
 from megarl.advantages import overlong, spread
-from megarl.agents import Agents, learning, measure, open_agents, readers, reshard_all, rolling, update
+from megarl.agents import Agents, learning, measure, open_agents, open_chats, readers, reshard_all, rolling, update
 from megarl.config import RunConfig
 from megarl.deck import Cursor, Deck, open_deck
 from megarl.diagnostics import diagnose, drift, twins
-from megarl.evaluate import evaluate, open_evaluation
+from megarl.evaluation.ask import evaluate, open_evaluation
+from megarl.guards import check_collapse, check_drift, check_updates
 from megarl.log import RunLog
 from megarl.refill import roll_out, trained
+from megarl.run_dir import claim
 from megarl.types import Need
-
-
-class GuardStop(RuntimeError):
-    """The run is unhealthy and was told to stop rather than to train on."""
 
 
 def train(cfg: RunConfig, *, resume: Path | None = None) -> Path:
     """Run ``cfg.steps`` of label -> reward -> update over every agent; returns the run directory."""
-    run_dir, start = prepare(cfg, resume)
-    log = RunLog(cfg, run_dir, start)
-    try:
-        with open_agents(cfg, run_dir) as agents:
-            _train(cfg, agents, log, start)
+    chats = open_chats(cfg)
+    deck = open_deck(cfg.data, readers(cfg, chats), cfg.seed, gold_needed="gold" in cfg.algo.needs)
+    exam = open_evaluation(cfg, chats)
+    deck.check_size(cfg.batch.prompts_per_step)
+    with claim(cfg, resume, deck) as (run_dir, start), closing(RunLog(cfg, run_dir, start)) as log:
+        with open_agents(cfg, run_dir, chats) as agents:
+            _train(cfg, agents, log, deck, exam, start)
         log.console.print(log.summary(tuple(dict.fromkeys((*cfg.agents, *cfg.seats)))))
-    finally:
-        log.close()
     return run_dir
 
 
-def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
-    deck = open_deck(cfg.data, readers(agents), cfg.seed)
-    exam = open_evaluation(cfg, agents)
+def _train(cfg: RunConfig, agents: Agents, log: RunLog, deck: Deck, exam: Deck | None, start: int) -> None:
     algo, limits = cfg.algo, {seat: a.sampling.max_tokens for a in agents.values() for seat in a.seats}
     needs = (algo.needs | frozenset[Need](("entropy",))) - {"gold"}
-    greet(log, agents, deck)
-    cursor = Cursor()
-    if start:
-        cursor = checkpoint.load(log.run_dir / "checkpoints" / f"step_{start}", agents, deck)
+    greet(cfg, log, agents, deck)
+    cursor = checkpoint.load(log.run_dir / "checkpoints" / f"step_{start}", agents) if start else Cursor()
+    log.begin(cfg, start)
     reshard_all(agents, start, cfg.reshard.bucket_bytes, {})
 
     for step in range(start, cfg.steps):
@@ -56,19 +51,22 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
                 # votes -> pseudo-labels -> rewards -> advantages
                 with log.phase("measure"):
                     stats = measure(agents, seen, needs, log.seconds)
-                guard(cfg, log, drift(seen, stats))
+                check_drift(cfg, log, drift(seen, stats))
                 labels = algo.label(seen, deck.gold if "gold" in algo.needs else None)
                 groups = algo.reward(seen, labels, stats)
                 log.metrics(diagnose(seen, labels, groups, deck.gold, stats))
+                check_collapse(cfg, log)
                 training, teaching = trained(cfg, groups)
                 log.agents("reward", teaching)
                 training = overlong(training, seen, limits, cfg.reward)
                 samples = spread(training, seen, stats, cfg.advantage, cfg.batch.train_samples_per_prompt)
                 for text in twins(seen):
-                    log.say(f"warning: {text}")
+                    log.warn(text)
                 # loss -> update
                 with log.phase("update"):
-                    log.agents("policy", update(agents, samples, cfg, step, log.seconds))
+                    updated = update(agents, samples, cfg, step, log.seconds)
+                log.agents("policy", updated)
+                check_updates(cfg, log, updated)
 
                 # new weights -> engines
                 with log.phase("reshard"):
@@ -84,51 +82,21 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, start: int) -> None:
             log.agents("eval", evaluate(cfg, agents, exam, cfg.steps))
 
 
-def prepare(cfg: RunConfig, resume: Path | None) -> tuple[Path, int]:
-    """The run directory and the number of steps already done in it."""
-    if resume is None:
-        if cfg.run_dir.exists():
-            raise ValueError(
-                f"{cfg.run_dir} exists already: choose another name=..., or go on with --resume {cfg.run_dir}"
-            )
-        return cfg.run_dir, 0
-    found = checkpoint.find(resume)
-    for name in found.skipped:
-        print(f"{resume}/checkpoints/{name}: incomplete, passed over")
-    if found.step > cfg.steps:
-        raise ValueError(f"{found.path} is past the end of the run: steps={cfg.steps}")
-    print(f"{resume}: resuming after step {found.step} of {cfg.steps}")
-    return resume, found.step
-
-
 def due(cfg: RunConfig, done: int) -> bool:
     """Is a checkpoint to be written once ``done`` steps are done?"""
     every = cfg.checkpoint.every_steps
     return every is not None and (done % every == 0 or done == cfg.steps)
 
 
-def greet(log: RunLog, agents: Agents, deck: Deck) -> None:
+def greet(cfg: RunConfig, log: RunLog, agents: Agents, deck: Deck) -> None:
     """Tell the user what was derived rather than asked for."""
-    log.say(f"{len(deck)} prompts; {deck.filtered} left out as too long for data.max_prompt_tokens")
+    unanswered = f", {deck.unanswered} as they have no true answer" if deck.unanswered else ""
+    log.say(f"{len(deck)} prompts; {deck.filtered} left out as too long for data.max_prompt_tokens{unanswered}")
+    if not deck.shuffle and (rest := len(deck) % cfg.batch.prompts_per_step):
+        log.say(f"warning: with data.shuffle=false the last {rest} prompts are never dealt: no step takes half a batch")
     for name, agent in agents.items():
         engine = f"{agent.config.replicas} x {agent.config.engine.backend} TP{agent.config.engine.tp}"
         log.say(
-            f"{name}: {agent.config.model}, {agent.config.backend} {agent.config.layout}, {engine}, "
+            f"{name}: {agent.config.model}, {agent.config.backend} {agent.config.layout}, {engine}, on {agent.device}, "
             f"stop ids {list(agent.chat.stop_ids)}"
         )
-
-
-def guard(cfg: RunConfig, log: RunLog, drifts: Mapping[str, tuple[float, float]]) -> None:
-    """Stop (or warn) where engine and policy disagree about the tokens that were sampled."""
-    for name, (mean, largest) in drifts.items():
-        dtype = cfg.agent_at(name).dtype
-        limit = cfg.guard.drift_float32 if dtype == "float32" else cfg.guard.drift_bfloat16
-        if mean <= limit:  # false for NaN too
-            continue
-        text = (
-            f"agent {name}: engine and policy differ by {mean:.2g} (mean; at most {largest:.2g}) in the logprobs of "
-            f"sampled tokens; the limit for {dtype} is {limit:g}"
-        )
-        if cfg.guard.on_drift == "stop":
-            raise GuardStop(text)
-        log.say(f"warning: {text}")

@@ -79,6 +79,10 @@ class Prompt:
     n: int
     parent: RolloutKey | None = None
 
+    def key(self, index: int) -> RolloutKey:
+        """Of the rollout number ``index`` (0 .. n - 1)."""
+        return RolloutKey(self.agent, self.uid, self.role, self.parent, index)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
@@ -97,8 +101,7 @@ class Rollout:
 
     @property
     def key(self) -> RolloutKey:
-        p = self.prompt
-        return RolloutKey(p.agent, p.uid, p.role, p.parent, self.index)
+        return self.prompt.key(self.index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ def verification(own: Sequence[Rollout], labels: Labels, groups: Sequence[Group]
         "verifier/said_correct_share": _share(v.answer == "correct" for v in verdicts),
         "verifier/revisions": float(len(revisions)),
         **_confusion(own, verdicts, gold),
-        **_drops(labels, kept, gold),
+        **drops(labels, kept, gold, "verifier"),
         **_revisions(own, revisions, gold),
     }
 
@@ -42,8 +42,9 @@ def _confusion(own: Sequence[Rollout], verdicts: Sequence[Rollout], gold: Gold) 
     judged = {r.key: r for r in own}
     truth: dict[bool, list[str | None]] = {True: [], False: []}  # is the answer right? -> what was said of it
     for v in verdicts:
-        if v.prompt.uid in gold and v.prompt.parent in judged:
-            truth[_right(judged[v.prompt.parent], gold)].append(v.answer)
+        answer = None if v.prompt.parent is None else judged.get(v.prompt.parent)
+        if v.prompt.uid in gold and answer is not None:
+            truth[_right(answer, gold)].append(v.answer)
     hits = {True: truth[True].count("correct"), False: truth[False].count("wrong")}
     out: Metrics = {}
     if truth[True]:
@@ -57,15 +58,16 @@ def _confusion(own: Sequence[Rollout], verdicts: Sequence[Rollout], gold: Gold) 
     return out
 
 
-def _drops(labels: Labels, kept: set[tuple[str, str]], gold: Gold) -> Metrics:
+def drops(labels: Labels, kept: set[tuple[str, str]], gold: Gold, section: str) -> Metrics:
+    """Drop rates and label_accuracy_kept of the prompts that have a label, as metrics of this section."""
     dropped: dict[bool, list[bool]] = {True: [], False: []}  # is the label right? -> was the prompt dropped
     for key, ballot in labels.items():
         if ballot.answer is not None and key[1] in gold:
             dropped[equal(ballot.answer, gold[key[1]])].append(key not in kept)
-    out = {f"verifier/drop_rate_{name}_label": _share(dropped[right]) for name, right in _SIDES if dropped[right]}
+    out = {f"{section}/drop_rate_{name}_label": _share(dropped[right]) for name, right in _SIDES if dropped[right]}
     trained = {right: dropped[right].count(False) for _, right in _SIDES}
     if sum(trained.values()):
-        out["verifier/label_accuracy_kept"] = trained[True] / sum(trained.values())
+        out[f"{section}/label_accuracy_kept"] = trained[True] / sum(trained.values())
     return out
 
 

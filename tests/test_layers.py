@@ -15,8 +15,23 @@ FRAMEWORKS = ("ray", "vllm", "megatron", "torch.distributed")
 PURE = tuple(
     f"megarl.{name}"
     for name in (
-        *("types", "settings", "config", "algos", "answers", "deck", "chat", "packing", "loss", "advantages"),
+        *(
+            "types",
+            "settings",
+            "config",
+            "algos",
+            "answers",
+            "deck",
+            "rows",
+            "shape",
+            "chat",
+            "packing",
+            "loss",
+            "advantages",
+        ),
         *("schedule", "diagnostics", "verification", "rollouts", "planning", "views", "diversity"),
+        *("collapse", "choices", "flow"),
+        *(f"evaluation.{part}" for part in ("estimate", "score", "sets", "pairs", "report")),
     )
 )
 ROOT_MODULES_OF_PURE = (*PURE, "megarl_kernels")

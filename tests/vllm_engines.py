@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.backends.buckets import write_buckets
-from megarl.backends.cluster import Placement
+from megarl.backends.placement import Placement
 from megarl.backends.protocols import WeightBucket
 from megarl.backends.vllm.engine import VllmEngine
 from megarl.chat import open_chat

@@ -8,6 +8,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from megarl_kernels.advantage_host import advantages
+from megarl_kernels.dispatch import resolve
+
 Mode = Literal["grpo", "dr_grpo", "rloo", "batch"]
 
 
@@ -25,54 +28,46 @@ def grouped_advantage(
     grpo: (r - mean) / (std + eps); dr_grpo: r - mean; rloo: (r - mean) K / (K - 1), which is the reward minus the
     mean of the others; batch: the group's mean, but the standard deviation of all valid rewards.
 
-    A group is the members with one id, wherever they stand. Members that are NaN or not ``valid`` (bool[R]) enter no
-    statistic and get 0. Groups whose valid rewards are all equal, and groups of one, get exactly 0. The arithmetic is
-    float64 and two-pass: in float32 seven equal rewards of 0.1 would earn -0.007 each from rounding alone.
+    A group is the members with one id (int64[R], any values), wherever they stand; answer-anchored groups (CoVerRL) are
+    a choice of ids. Members that are NaN or not ``valid`` (bool[R]) enter no statistic and get 0. Groups whose valid
+    rewards are all equal, and groups of one, get exactly 0. The arithmetic is float64, two-pass and relative to one of
+    the group's own rewards, whatever the dtype: in float32 seven equal rewards of 0.1 would earn -0.007 each from
+    rounding alone.
+
+    Where Triton serves the rewards' device, one sort of the ids and one launch for all groups, without waiting for the
+    device; elsewhere the host computes. Ids in ascending runs are fastest on the host.
     """
-    _check(rewards, group_ids, mode, ddof)
-    usable = ~torch.isnan(rewards) if valid is None else valid.bool() & ~torch.isnan(rewards)
-    out = torch.zeros_like(rewards)
-    kept = rewards[usable].to(torch.float64)
-    if kept.numel() == 0:
-        return out
+    _check(rewards, group_ids, mode, ddof, valid)
+    rewards = rewards.detach()
+    if rewards.numel() == 0:
+        return torch.zeros_like(rewards)
+    if resolve("grouped_advantage", "auto", rewards) == "triton":
+        from megarl_kernels.advantage_triton import advantages as fused
 
-    _, group, size = torch.unique(group_ids[usable], return_inverse=True, return_counts=True)
-    count = size.to(torch.float64)  # an integer quotient would be float32
-    # sorted segments, not scatter-adds: those sum in no fixed order on a GPU
-    order = torch.argsort(group, stable=True)
-    mean = _segment(kept[order], size, "sum") / count
-    spread = _segment(kept[order], size, "max") - _segment(kept[order], size, "min")
-    centred = kept - mean[group]
-
-    if mode == "grpo":
-        variance = _segment(centred[order].square(), size, "sum") / (count - ddof).clamp(min=1)
-        advantage = centred / (variance.sqrt() + eps)[group]
-    elif mode == "batch":
-        variance = (kept - kept.mean()).square().sum() / max(kept.numel() - ddof, 1)
-        advantage = centred / (variance.sqrt() + eps)
-    elif mode == "rloo":
-        advantage = centred * (count / (count - 1).clamp(min=1))[group]
-    else:
-        advantage = centred
-
-    # equal rewards and groups of one: the compare is exact, so rounding in the mean cannot leak through
-    advantage = torch.where((spread == 0)[group], torch.zeros_like(advantage), advantage)
-    out[usable] = advantage.to(rewards.dtype)
-    return out
+        return fused(rewards, group_ids, mode, ddof, eps, valid)
+    out = advantages(
+        rewards.to("cpu", torch.float64).numpy(),
+        group_ids.cpu().numpy(),
+        mode=mode,
+        ddof=ddof,
+        eps=eps,
+        valid=None if valid is None else valid.bool().cpu().numpy(),
+    )
+    return torch.from_numpy(out).to(rewards.device, rewards.dtype)
 
 
-def _segment(values: Tensor, lengths: Tensor, reduce: str) -> Tensor:
-    return torch.segment_reduce(values, reduce, lengths=lengths)
-
-
-def _check(rewards: Tensor, group_ids: Tensor, mode: str, ddof: int) -> None:
+def _check(rewards: Tensor, group_ids: Tensor, mode: str, ddof: int, valid: Tensor | None) -> None:
     if mode not in get_args(Mode):
         raise ValueError(f"mode={mode!r}: there are {', '.join(get_args(Mode))}")
     if ddof not in (0, 1):
         raise ValueError(f"ddof={ddof!r}: 0 (population) or 1 (sample)")
     if not rewards.is_floating_point():
         raise ValueError(f"rewards are {rewards.dtype}: a floating dtype is needed")
+    if group_ids.is_floating_point() or group_ids.is_complex():
+        raise ValueError(f"group_ids are {group_ids.dtype}: an integer dtype is needed")
     if rewards.dim() != 1 or rewards.shape != group_ids.shape:
         raise ValueError(
             f"rewards{list(rewards.shape)} and group_ids{list(group_ids.shape)} must be vectors of one length"
         )
+    if valid is not None and valid.shape != rewards.shape:
+        raise ValueError(f"valid{list(valid.shape)} must be [R] like rewards{list(rewards.shape)}")

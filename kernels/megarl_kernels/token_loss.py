@@ -4,18 +4,15 @@ Sources: PPO (arXiv 1707.06347), GRPO (2402.03300), dual clip (1912.09729), DAPO
 GSPO (2507.18071), KL estimators (joschu.net/blog/kl-approx.html). Axes: T tokens, S sequences.
 """
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-Kl = Literal["k1", "k2", "k3"]
-RatioLevel = Literal["token", "sequence"]
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-BACKENDS = ("auto", "torch")
-
-LOG_RATIO_BOUND = 20.0  # of log rho and of the KL's exponent; beyond it the gradient is zero
-K3_BOUND = 10.0
+from megarl_kernels.dispatch import resolve
+from megarl_kernels.token_loss_terms import METRICS, Aggregation, Kl, Pack, RatioLevel, Terms, check_pack, check_terms
+from megarl_kernels.token_loss_torch import token_loss
 
 
 def grpo_token_loss(  # noqa: PLR0913
@@ -38,6 +35,7 @@ def grpo_token_loss(  # noqa: PLR0913
     max_tokens: int | None = None,
     tis_weight: Tensor | None = None,
     sequence_tokens: Tensor | None = None,
+    context_sum: Callable[[Tensor], Tensor] | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss (a scalar) of logprob[T], and sums for the log.
@@ -50,122 +48,62 @@ def grpo_token_loss(  # noqa: PLR0913
     weight by aggregation: token-mean 1 / num_tokens; seq-mean-token-mean 1 / (num_sequences * tokens of the sequence);
     seq-mean-token-sum 1 / num_sequences; seq-mean-token-sum-norm 1 / (num_sequences * max_tokens). The two counts are
     those of the whole optimizer step over all ranks, so the losses of all packs and ranks *add up* to the mean.
+    KL, by d = clamp(reference - logprob, -20, 20): k1 = -d, k2 = d^2 / 2, k3 = clamp(e^d - d - 1, -10, 10).
 
-    ``sequence_tokens`` [S] are response tokens of the whole sequences (null: counted from ``mask``, right where no
-    sequence is cut by context parallelism). ratio_level="sequence" (GSPO, rho = exp(mean log-ratio)) needs uncut
-    sequences. KL, by d = clamp(reference - logprob, -20, 20): k1 = -d, k2 = d^2 / 2, k3 = clamp(e^d - d - 1, -10, 10).
-    Positions outside ``mask`` contribute exactly 0 to loss and gradient, even where they hold NaN.
+    ratio_level="sequence" (GSPO): rho of a token is exp(clamp(mean of its sequence's log-ratios)), over the sequence's
+    masked tokens, and its derivative reaches each of them. ``sequence_tokens`` [S] are those of the whole sequences
+    (null: counted from ``mask``, right where no sequence is cut). Where context parallelism cuts sequences over ranks,
+    ``context_sum`` adds a tensor up over those ranks, which all call it once per pack; the value may be the input.
+    ratio_level="token" never calls it.
 
-    Metrics are detached sums over this pack's masked tokens; add them up over packs and ranks, then divide by the
-    tokens:
+    Positions outside ``mask`` contribute exactly 0 to loss and gradient, even where they hold NaN; a NaN inside it
+    makes loss and gradient NaN. Arithmetic, loss and metrics are float32 (float64 where ``logprob`` is). The Triton
+    backend wants ascending ``sequence_ids`` for ratio_level="sequence" and answers NaN to others.
+
+    Metrics are detached sums over this pack's masked tokens, views of one vector; add them up over packs and ranks,
+    then divide by the tokens:
 
         tokens; policy_loss and kl_loss (already weighted: they add up to the parts of the loss); ratio_sum;
         log_ratio_sum (logprob - old); clip_low_tokens and clip_high_tokens (where clipping decides the loss);
         dual_clip_tokens; kl_sum (0 without a reference); tis_weight_sum (= tokens without weights)
     """
-    _check(kl, ratio_level, aggregation, backend, max_tokens, kl_coef, reference_logprob)
-    mask = mask.bool()
-    zero = torch.zeros((), dtype=logprob.dtype, device=logprob.device)
-    # masked values are replaced before any arithmetic: 0 * NaN is NaN, in backward as well
-    new = torch.where(mask, logprob, zero)
-    log_ratio = new - torch.where(mask, old_logprob.detach(), zero)
-    tokens_of = _sequence_tokens(sequence_tokens, mask, sequence_ids, advantage, new.dtype)
-    if ratio_level == "sequence":
-        sums = torch.zeros_like(tokens_of).index_add(0, sequence_ids, log_ratio)
-        ratio = (sums / tokens_of).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()[sequence_ids]
-    else:
-        ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-
-    a = torch.where(mask, advantage.detach().to(new.dtype)[sequence_ids], zero)
-    plain, clipped = -a * ratio, -a * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(plain, clipped)
-    bounded = torch.zeros_like(mask)
-    if dual_clip is not None:
-        bounded = (a < 0) & (loss > -a * dual_clip)
-        loss = torch.where(bounded, -a * dual_clip, loss)
-    tis = torch.ones_like(new) if tis_weight is None else torch.where(mask, tis_weight.detach().to(new.dtype), zero)
-
-    weight = _weights(aggregation, num_tokens, num_sequences, max_tokens, tokens_of, sequence_ids, new)
-    weight = torch.where(mask, weight, zero)
-    kl_t = (
-        torch.zeros_like(new) if reference_logprob is None else _kl(kl, new, torch.where(mask, reference_logprob, zero))
+    terms = Terms(
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        kl_coef=kl_coef,
+        kl=kl,
+        ratio_level=ratio_level,
+        aggregation=aggregation,
+        max_tokens=max_tokens,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        context_sum=context_sum,
     )
-    policy_loss = (weight * tis * loss).sum()
-    kl_loss = kl_coef * (weight * kl_t).sum() if reference_logprob is not None else torch.zeros_like(policy_loss)
+    check_terms(terms, reference_logprob is not None, sequence_tokens is not None)
+    pack = Pack(
+        logprob=logprob,
+        old_logprob=old_logprob,
+        advantage=advantage,
+        sequence_ids=sequence_ids,
+        mask=mask.bool(),
+        reference_logprob=reference_logprob,
+        tis_weight=tis_weight,
+        sequence_tokens=sequence_tokens,
+    )
+    check_pack(pack)
+    if sequence_tokens is None and terms.needs_sequence_tokens:
+        pack = replace(pack, sequence_tokens=_counted(pack))
+    if resolve("grpo_token_loss", backend, logprob) == "triton":
+        from megarl_kernels.token_loss_triton import token_loss as fused
 
-    with torch.no_grad():
-        metrics = {
-            "tokens": mask.sum().to(new.dtype),
-            "policy_loss": policy_loss.detach(),
-            "kl_loss": kl_loss.detach(),
-            "ratio_sum": torch.where(mask, ratio, zero).sum(),
-            "log_ratio_sum": log_ratio.sum(),
-            "clip_low_tokens": (mask & (a < 0) & (ratio < 1 - clip_low)).sum().to(new.dtype),
-            "clip_high_tokens": (mask & (a > 0) & (ratio > 1 + clip_high)).sum().to(new.dtype),
-            "dual_clip_tokens": (mask & bounded).sum().to(new.dtype),
-            "kl_sum": torch.where(mask, kl_t, zero).sum(),
-            "tis_weight_sum": torch.where(mask, tis, zero).sum(),
-        }
-    return policy_loss + kl_loss, metrics
-
-
-def _sequence_tokens(given: Tensor | None, mask: Tensor, ids: Tensor, advantage: Tensor, dtype: torch.dtype) -> Tensor:
-    """Response tokens of each sequence [S], at least 1 (a sequence without any has weight nowhere)."""
-    if given is None:
-        zeros = torch.zeros(advantage.shape[0], dtype=dtype, device=mask.device)
-        return zeros.index_add(0, ids, mask.to(dtype)).clamp(min=1)
-    return given.to(dtype).clamp(min=1)
+        loss, metrics = fused(pack, terms)
+    else:
+        loss, metrics = token_loss(pack, terms)
+    return loss, dict(zip(METRICS, metrics.unbind(), strict=True))
 
 
-def _weights(
-    aggregation: Aggregation,
-    num_tokens: int | Tensor,
-    num_sequences: int | Tensor,
-    max_tokens: int | None,
-    tokens_of: Tensor,
-    sequence_ids: Tensor,
-    like: Tensor,
-) -> Tensor:
-    # an empty update has counts of 0 and nothing to divide
-    tokens = torch.as_tensor(num_tokens, dtype=like.dtype, device=like.device).clamp(min=1)
-    sequences = torch.as_tensor(num_sequences, dtype=like.dtype, device=like.device).clamp(min=1)
-    if aggregation == "token-mean":
-        return (1 / tokens).expand_as(like)
-    if aggregation == "seq-mean-token-mean":
-        return (1 / (sequences * tokens_of))[sequence_ids]
-    if aggregation == "seq-mean-token-sum":
-        return (1 / sequences).expand_as(like)
-    assert max_tokens is not None
-    return (1 / (sequences * max_tokens)).expand_as(like)
-
-
-def _kl(kind: Kl, logprob: Tensor, reference: Tensor) -> Tensor:
-    d = (reference.detach() - logprob).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    if kind == "k1":
-        return -d
-    if kind == "k2":
-        return d.square() / 2
-    return (torch.expm1(d) - d).clamp(-K3_BOUND, K3_BOUND)
-
-
-def _check(
-    kl: str,
-    ratio_level: str,
-    aggregation: str,
-    backend: str,
-    max_tokens: int | None,
-    kl_coef: float,
-    reference: Tensor | None,
-) -> None:
-    for name, value, known in (
-        ("kl", kl, get_args(Kl)),
-        ("ratio_level", ratio_level, get_args(RatioLevel)),
-        ("aggregation", aggregation, get_args(Aggregation)),
-        ("backend", backend, BACKENDS),
-    ):
-        if value not in known:
-            raise ValueError(f"{name}={value!r}: there are {', '.join(known)}")
-    if aggregation == "seq-mean-token-sum-norm" and not max_tokens:
-        raise ValueError("aggregation=seq-mean-token-sum-norm needs max_tokens, a constant of the run")
-    if kl_coef > 0 and reference is None:
-        raise ValueError(f"kl_coef={kl_coef} needs reference_logprob")
+def _counted(pack: Pack) -> Tensor:
+    """Masked tokens [S]; whole numbers, so the order in which a GPU adds them does not matter."""
+    zeros = torch.zeros(pack.advantage.shape[0], dtype=torch.int64, device=pack.mask.device)
+    return zeros.index_add(0, pack.sequence_ids, pack.mask.to(torch.int64))

@@ -78,9 +78,9 @@ def consistent(groups: Sequence[Group], labels: Labels, min_share: float, of: Sh
 
     ``of`` names the denominator: the answers that could be read, or all of them. The two are not comparable.
     """
-    return [
-        g for g in groups if min_share <= 0 or _share(labels[g.rollouts[0].agent, g.rollouts[0].uid], of) >= min_share
-    ]
+    if min_share <= 0:
+        return list(groups)
+    return [g for g in groups if _share(labels[g.rollouts[0].agent, g.rollouts[0].uid], of) >= min_share]
 
 
 def _share(ballot: Ballot, of: ShareOf) -> float:

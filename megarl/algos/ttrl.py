@@ -4,9 +4,9 @@ The vote counts all rollouts of a prompt; how many of them train is the batch's 
 do not count (the release lets the empty answer vote, and win). It sharpens whatever the majority already believes:
 prompts the agent gets right less than half of the time get worse.
 
-``min_majority_share`` is the naive consistency filter tau (a baseline of CoVerRL, arXiv 2603.17775, which uses 0.1 and
-0.2): prompts whose majority is smaller do not train. Nothing replaces them, unless batch.refill_rounds asks for that; a step from which all
-are dropped makes no update.
+``min_majority_share`` is the naive consistency filter tau (a baseline of CoVerRL, arXiv 2603.17775: 0.1 and 0.2):
+prompts whose majority is smaller do not train. Nothing replaces them, unless batch.refill_rounds asks for that; a step
+from which all are dropped makes no update.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,7 @@ class TTRL(OneTurn):
     """label = majority of the agent's own answers; r = 1[answer = label]."""
 
     name: Literal["ttrl"] = "ttrl"
-    min_majority_share: float = Field(
-        default=0.0, ge=0, le=1, description="tau: prompts with a smaller one do not train"
-    )
+    min_majority_share: float = Field(default=0.0, ge=0, le=1, description="tau: prompts with less do not train")
     share_of: ShareOf = Field(default="parsed", description="of the answers that could be read, or of all")
     format_reward: bool = Field(default=False, description="1 more for any answer that could be read (CoVerRL's TTRL)")
 

@@ -1,5 +1,9 @@
 """Integrals, sums, products and limits: read by latex2sympy, worked out by sympy. In the worker process only."""
 
+# pyright: reportInvalidTypeForm=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false
+# mpmath makes its number types at run time, and sympy is typed by its base class alone
+
 from collections.abc import Iterator
 from typing import Any
 

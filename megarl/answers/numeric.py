@@ -7,6 +7,9 @@ Letters stand for fixed generic numbers, so that a print is an identity test (Sc
 the length of an answer that agree there to 198 digits are the same function.
 """
 
+# pyright: reportInvalidTypeForm=false
+# mpmath makes its number types at run time
+
 import hashlib
 import re
 from collections.abc import Callable

@@ -2,18 +2,18 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.backends.protocols import WeightBucket
+from megarl.backends.scratch import BUCKET, SHARED_MEMORY, fresh
 
-SHARED_MEMORY = Path("/dev/shm")
 
-
-def write_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
+def write_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Generator[WeightBucket, None, None]:
     """The named weights in files of at most ``bucket_bytes`` (a larger tensor has a file of its own).
 
     A file is gone once the next bucket is asked for, and when the iterator is closed. The weights are taken one by
@@ -21,13 +21,10 @@ def write_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> I
     """
     for part in _parts(weights, bucket_bytes):
         nbytes = sum(t.nbytes for t in part.values())
-        folder = Path(tempfile.mkdtemp(prefix="megarl-weights-", dir=roomy_folder(nbytes)))
-        try:
-            path = folder / "bucket.safetensors"
+        with closing(fresh(roomy_folder(nbytes), BUCKET)) as folder:
+            path = folder.path / "bucket.safetensors"
             save_file({name: t.detach().contiguous() for name, t in part.items()}, path)
             yield WeightBucket(path=path, names=tuple(part), nbytes=nbytes)
-        finally:
-            shutil.rmtree(folder)
 
 
 def _parts(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[dict[str, Tensor]]:

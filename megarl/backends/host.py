@@ -14,6 +14,11 @@ from typing import Any
 
 import ray
 
+from megarl.backends.scratch import sweep_buckets
+
+FIRST_UNPRIVILEGED = 1024
+PORTS = range(20000, 32768)  # where the kernel's own range leaves no room below it
+
 
 class Host:
     """The actor: one process that holds one object of a plain class and calls its methods by name."""
@@ -21,6 +26,7 @@ class Host:
     def __init__(self, log_file: Path, env: Mapping[str, str]) -> None:
         _redirect_output(log_file)
         _end_with_parent()
+        sweep_buckets()  # here, because every node has its own
         os.environ.update(env)
         self._worker: Any = None
 
@@ -36,11 +42,9 @@ class Host:
         return getattr(self._worker, method)(*args)
 
 
-class GpuProbe:
-    """Tells which GPU a bundle holds."""
-
-    def ids(self) -> list[str]:
-        return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+def gpu_ids() -> list[str]:
+    """The GPUs that Ray has given to the task that asks, as CUDA_VISIBLE_DEVICES spells them."""
+    return ray.get_runtime_context().get_accelerator_ids()["GPU"]
 
 
 def _end_with_parent() -> None:
@@ -69,12 +73,13 @@ def _redirect_output(log_file: Path) -> None:
 
 
 def free_port() -> int:
-    """A TCP port, free now, below the range from which the kernel draws ports for outgoing connections."""
-    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    """A TCP port, free now, where the kernel draws none for outgoing connections if there is such a place."""
+    ports = _ports(int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
     draw = random.Random(os.getpid() ^ time.time_ns())
     for _ in range(200):
-        port = draw.randrange(min(20000, first_ephemeral - 1000), first_ephemeral)
+        port = draw.choice(ports)
         with closing(socket.socket()) as probe:
+            probe.settimeout(1.0)  # a listener whose queue is full does not answer
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 continue
         with closing(socket.socket()) as probe:
@@ -83,4 +88,10 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise RuntimeError(f"no free port found below {first_ephemeral}")
+    raise RuntimeError(f"no free port found from {ports.start} to {ports.stop - 1}")
+
+
+def _ports(first_ephemeral: int) -> range:
+    """Ports below the kernel's own, or, where too few of those may be used by everybody, ``PORTS``."""
+    first = min(PORTS.start, first_ephemeral - 1000)
+    return range(first, first_ephemeral) if first >= FIRST_UNPRIVILEGED else PORTS

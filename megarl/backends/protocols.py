@@ -4,7 +4,7 @@ Two implementations of each live in this folder (Megatron and transformers; vLLM
 the same contract tests.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -28,10 +28,13 @@ class WeightBucket:
 class Policy(Protocol):
     """A trainable model. Logprobs, entropy and certainty are at the sampling temperature it was built with."""
 
-    version: int  # updates steps it has seen; the engine's weights carry the same number
+    version: int  # calls of update it has seen since it was made of the model directory; save and load keep it
 
     def measure(self, rollouts: Sequence[Rollout], needs: frozenset[Need]) -> dict[RolloutKey, TokenStats]:
-        """Statistics of every rollout's response tokens under the present weights."""
+        """Statistics of every rollout's response tokens under the present weights.
+
+        Raises ValueError for a token id that is not of the model's vocabulary.
+        """
         ...
 
     def update(
@@ -39,12 +42,12 @@ class Policy(Protocol):
     ) -> Metrics:
         """One optimizer step per learning rate, over ``packing.minibatches(samples, len(learning_rates))``.
 
-        Returns loss, grad_norm, clip_share, kl ... averaged over the updates. No samples: nothing but version moves.
+        Returns loss, grad_norm, clip_share, kl ... as ``updates.take_steps`` does. No samples: only version moves.
         """
         ...
 
-    def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """All weights, bucket by bucket; a bucket's file is gone once the next one is asked for."""
+    def weights(self, bucket_bytes: int) -> Generator[WeightBucket, None, None]:
+        """All weights, bucket by bucket; a bucket's file is gone once the next one is asked for, or this is closed."""
         ...
 
     def save(self, path: Path) -> None: ...
@@ -57,12 +60,13 @@ class Policy(Protocol):
 class Engine(Protocol):
     """A sampler. It refuses to generate before its first refit."""
 
-    version: int
+    version: int  # of the policy that its weights were taken from
 
     def generate(self, prompts: Sequence[Prompt], seed: Seed, sampling: SamplingConfig) -> list[Rollout]:
         """``n`` rollouts of every prompt, in prompt order then index order.
 
         Each rollout has its own seed, so results do not depend on how many engines share the work.
+        Raises ValueError for a prompt with a token id that is not of the model's vocabulary.
         """
         ...
 

@@ -8,7 +8,7 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
 from pathlib import Path
@@ -22,9 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from megarl.backends.buckets import write_buckets
 from megarl.backends.phase import EnginePhase
 from megarl.backends.protocols import WeightBucket
+from megarl.backends.updates import take_steps
+from megarl.backends.vocabulary import check_prompt, check_rollouts
 from megarl.chat import Chat
 from megarl.loss import TokenBatch, pg_loss, summarize
-from megarl.packing import from_rollouts, minibatches, num_sequences, pack, response_tokens, unpack
+from megarl.packing import from_rollouts, num_sequences, pack, response_tokens, unpack
 from megarl.settings import AgentConfig, BatchConfig, LossConfig, OptimizerConfig, SamplingConfig
 from megarl.types import Metrics, Microbatch, Need, Prompt, Rollout, RolloutKey, Sample, Seed, TokenStats
 
@@ -38,8 +40,7 @@ _MAKING_A_MODEL = threading.Lock()
 class ReferencePolicy:
     """A transformers model, its Adam or SGD, and the frozen initial weights where ``kl_coef`` asks for them.
 
-    An update's KL coefficient is the agent's, or the loss section's where the agent has none. In bfloat16 the optimizer
-    works on float32 master weights, as Megatron's does.
+    In bfloat16 the optimizer works on float32 master weights, as Megatron's does.
     """
 
     def __init__(
@@ -47,12 +48,12 @@ class ReferencePolicy:
     ) -> None:
         self.version = 0
         self._temperature = temperature
-        self._kl_coef = agent.kl_coef
         self._tokens_per_microbatch = tokens_per_microbatch  # of measure; update is told
         self._clip_grad = agent.optimizer.clip_grad
         self._model = _load_model(agent)
         self._reference = _load_model(agent).requires_grad_(False) if kl_coef > 0 else None
         _check_head(self._model, agent.model)
+        self._vocab_size = _head(self._model).weight.shape[0]
         self._weights = dict(self._model.named_parameters())  # tied ones once
         self._masters = {
             name: w if w.dtype == torch.float32 else w.detach().float().requires_grad_()
@@ -67,6 +68,7 @@ class ReferencePolicy:
         self._check_resident("measure")
         if "reference" in needs and self._reference is None:
             raise ValueError("reference logprobs are wanted, but the policy was built with kl_coef=0")
+        check_rollouts(rollouts, self._vocab_size)
         microbatches = self._pack(from_rollouts(rollouts), self._tokens_per_microbatch)
         named: dict[str, list[np.ndarray]] = {}
         for batch in map(TokenBatch.of, microbatches):
@@ -86,36 +88,33 @@ class ReferencePolicy:
     def update(
         self, samples: Sequence[Sample], loss: LossConfig, batch: BatchConfig, learning_rates: Sequence[float]
     ) -> Metrics:
-        """See Policy. A part without any response token takes no optimizer step.
-
-        ``skipped_steps`` counts steps whose gradient was not finite: the weights did not move. ``tokens`` and
-        ``microbatches`` are sums too.
-        """
+        """See Policy."""
         self._check_resident("update")
-        totals: Metrics = {"tokens": 0.0, "microbatches": 0.0, "skipped_steps": 0.0}
-        reports: list[Metrics] = []
-        for part, lr in zip(minibatches(samples, len(learning_rates)), learning_rates, strict=True):
-            if response_tokens(part):
-                microbatches = self._pack(part, batch.tokens_per_microbatch)
-                report = self._backward(microbatches, loss, response_tokens(part), num_sequences(part))
-                report["grad_norm"] = self._optimize(lr)
-                reports.append(report)
-                totals["tokens"] += response_tokens(part)
-                totals["microbatches"] += len(microbatches)
-                totals["skipped_steps"] += not math.isfinite(report["grad_norm"])
+
+        def step(part: Sequence[Sample], lr: float) -> Metrics:
+            tokens, microbatches = response_tokens(part), self._pack(part, batch.tokens_per_microbatch)
+            report = self._backward(microbatches, loss, tokens, num_sequences(part))
+            norm = self._optimize(lr)
+            return report | {
+                "grad_norm": norm,
+                "skipped_steps": 0.0 if math.isfinite(norm) else 1.0,
+                "tokens": float(tokens),
+                "microbatches": float(len(microbatches)),
+            }
+
+        report = take_steps(samples, learning_rates, step)
         self.version += 1
-        return {name: sum(r[name] for r in reports) / len(reports) for name in (reports[0] if reports else ())} | totals
+        return report
 
     def _backward(
         self, microbatches: Sequence[Microbatch], loss: LossConfig, num_tokens: int, num_sequences: int
     ) -> Metrics:
         """Metrics of one optimizer step's loss, whose gradient is left at the weights."""
         sums = Counter[str]()
-        kl_coef = loss.kl_coef if self._kl_coef is None else self._kl_coef
         for batch in map(TokenBatch.of, microbatches):
             logprobs_T = _at_mask(_of_labels(self._log_softmax(self._model, batch), batch), batch)
             value, metrics = pg_loss(
-                logprobs_T, batch, loss, num_tokens=num_tokens, num_sequences=num_sequences, kl_coef=kl_coef
+                logprobs_T, batch, loss, num_tokens=num_tokens, num_sequences=num_sequences, kl_coef=loss.kl_coef
             )
             value.backward()
             sums.update({name: float(x) for name, x in metrics.items()})
@@ -159,7 +158,7 @@ class ReferencePolicy:
         logits = _head(model)(hidden[where])
         return (logits.float() / self._temperature).log_softmax(dim=-1)
 
-    def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+    def weights(self, bucket_bytes: int) -> Generator[WeightBucket, None, None]:
         """See Policy; in the agent's dtype, a tied head left out."""
         self._check_resident("export")
         return write_buckets(self._weights.items(), bucket_bytes)
@@ -257,14 +256,14 @@ class ReferenceEngine:
 
     def _start(self, prompt: Prompt, index: int, seed: Seed, sampling: SamplingConfig) -> _Sampling:
         prompt_ids = self._chat.render(prompt.messages)
+        check_prompt(prompt, prompt_ids, self._chat.vocab_size)
         room = self._max_positions - len(prompt_ids)
         if room < 1:
             raise ValueError(
                 f"prompt {prompt.uid} of {prompt.agent} has {len(prompt_ids)} tokens, its model {self._max_positions} "
                 "positions: lower data.max_prompt_tokens"
             )
-        key = RolloutKey(prompt.agent, prompt.uid, prompt.role, prompt.parent, index)
-        random = torch.Generator().manual_seed(seed.sample(key, self._stream))
+        random = torch.Generator().manual_seed(seed.sample(prompt.key(index), self._stream))
         uniforms = torch.rand(min(sampling.max_tokens, room), generator=random, dtype=torch.float64)
         return _Sampling(prompt=prompt, index=index, prompt_ids=prompt_ids, uniforms=uniforms)
 
@@ -382,6 +381,8 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Te
     logprobs = z.log_softmax(dim=-1)
     below = logprobs.double().exp().cumsum(dim=-1)
     total = below[:, -1:]
+    if not torch.isfinite(total).all():
+        raise FloatingPointError("the engine's logits are no numbers: the weights are spoilt")
     # never as far as the total: what lies there has probability 0
     mark = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
     tokens = torch.searchsorted(below, mark, right=True)
@@ -400,9 +401,9 @@ def _load_model(agent: AgentConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(agent.model, dtype=DTYPES[agent.dtype]).eval()
 
 
-def _head(model: PreTrainedModel) -> torch.nn.Module:
+def _head(model: PreTrainedModel) -> torch.nn.Linear:
     head = model.get_output_embeddings()
-    assert head is not None, f"{type(model).__name__} is no language model"
+    assert isinstance(head, torch.nn.Linear), f"{type(model).__name__} is no language model"
     return head
 
 

@@ -47,7 +47,7 @@ class ReplayEngine:
         self._step = step
 
     def _serve(self, prompt: Prompt, index: int) -> Rollout:
-        key = RolloutKey(prompt.agent, prompt.uid, prompt.role, prompt.parent, index)
+        key = prompt.key(index)
         saved = self._saved.get(key)
         if saved is None:
             raise ValueError(f"engine.replay={self.run}: step {self._step} has no rollout {key_text(key)}")

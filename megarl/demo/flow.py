@@ -1,22 +1,16 @@
 """Two possible answers, two agents that are each one number: where labels without truth lead, against the theory.
 
 Agent n answers right with probability p_n = sigmoid(theta_n). It is trained by this project's own parts (a method's
-label and reward, ``spread``, ``pg_loss``) with plain gradient steps. For an odd number K of votes the expected motion
-is a replicator flow (Co-RL, arXiv 2608.17253, theorem 1 and appendix B):
-
-    dp_n/dt = q_K(p_n) phi_K(p_m),  phi_K(p) = 2 P(Bin(K, p) > K/2) - 1,  q_K(p) = p (1 - p) E[sqrt(C (K - C))] / K
-
-with m the teacher of n: the other agent under Co-RL, n itself under TTRL. So a Co-RL pair ends right where
-p_A + p_B > 1 and wrong below, and TTRL ends right where p > 1/2. The standard deviation of the flow is the
-population's (ddof=0), and so is that of the simulation here.
+label and reward, ``spread``, ``pg_loss``) with plain gradient steps. For an odd number of votes the expected motion is
+the flow of ``megarl.flow`` (Co-RL, arXiv 2608.17253, theorem 1): a Co-RL pair ends right where p_A + p_B > 1 and wrong
+below, and TTRL ends right where p > 1/2. The deviation in that flow is the population's (ddof=0), and so it is here.
 
     python -m megarl.demo.flow OUT.png
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import comb, sqrt
 from pathlib import Path
 
 import numpy as np
@@ -30,14 +24,17 @@ from megarl.advantages import spread
 from megarl.algos import Algorithm
 from megarl.algos.corl import CoRL
 from megarl.algos.ttrl import TTRL
+from megarl.flow import settle, velocity
 from megarl.loss import TokenBatch, pg_loss
 from megarl.packing import num_sequences, pack, response_tokens
 from megarl.settings import AdvantageConfig, LossConfig
 from megarl.types import Message, Prompt, Rollout, Sample, TokenStats
 
 AGENTS = ("a", "b")
-WRONG, RIGHT = 0, 1  # token ids, and answers when spelt out
 STARTS = ((0.2, 0.9), (0.3, 0.6), (0.8, 0.35), (0.1, 0.75), (0.55, 0.6), (0.4, 0.45))
+
+# method -> (itself, who teaches agent a and agent b)
+METHODS: dict[str, tuple[Algorithm, tuple[int, int]]] = {"Co-RL": (CoRL(ring=AGENTS), (1, 0)), "TTRL": (TTRL(), (0, 1))}
 
 _ADVANTAGE = AdvantageConfig(ddof=0, eps=0.0)
 _LOSS = LossConfig(tis_cap=None)
@@ -51,56 +48,19 @@ Path2 = NDArray[np.float64]  # [steps + 1, 2]
 class Run:
     """How a pair is trained. One step advances the flow's time by ``lr``."""
 
-    votes: int = 7  # K, odd
+    votes: int = 7  # odd
     prompts: int = 64  # asked per step; the expectation is taken over them
     lr: float = 0.5
     steps: int = 60
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if self.votes % 2 == 0:
-            raise ValueError(f"votes={self.votes}: the flow is that of an odd number of votes, without ties")
 
-
-def phi(p: float, votes: int) -> float:
-    """Mean sign of a label made of so many votes: +1 always right, -1 always wrong."""
-    return 2 * sum(_binomial(votes, c, p) for c in range(votes // 2 + 1, votes + 1)) - 1
-
-
-def speed(p: float, votes: int) -> float:
-    """q_K(p): how fast p grows under a label that is always right."""
-    return p * (1 - p) * sum(_binomial(votes, c, p) * sqrt(c * (votes - c)) for c in range(votes + 1)) / votes
-
-
-def _binomial(n: int, c: int, p: float) -> float:
-    return comb(n, c) * p**c * (1 - p) ** (n - c)
-
-
-def velocity(point: Sequence[float], votes: int, *, mutual: bool) -> tuple[float, float]:
-    """(dp_A/dt, dp_B/dt); ``mutual``: each is taught by the other (Co-RL), else by itself (TTRL)."""
-    a, b = point
-    teachers = (b, a) if mutual else (a, b)
-    return speed(a, votes) * phi(teachers[0], votes), speed(b, votes) * phi(teachers[1], votes)
-
-
-def predicted(start: Point, run: Run, *, mutual: bool) -> Path2:
-    """The flow from ``start``, at the times of the run's steps (classical Runge-Kutta, four substeps each)."""
-
-    def field(x: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.array(velocity(x.tolist(), run.votes, mutual=mutual))
-
-    points = [np.array(start, np.float64)]
-    h = run.lr / 4
+def predicted(start: Point, run: Run, teachers: Sequence[int]) -> Path2:
+    """The flow from ``start``, at the times of the run's steps; agent n is taught by ``teachers[n]``."""
+    points = [np.array(start, np.float64)[:, None]]
     for _ in range(run.steps):
-        x = points[-1]
-        for _ in range(4):
-            k1 = field(x)
-            k2 = field(x + h / 2 * k1)
-            k3 = field(x + h / 2 * k2)
-            k4 = field(x + h * k3)
-            x = x + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
-        points.append(x)
-    return np.stack(points)
+        points.append(settle(points[-1], teachers, run.votes, step=run.lr / 8, steps=8))
+    return np.stack(points)[..., 0]
 
 
 def simulated(algo: Algorithm, start: Point, run: Run) -> Path2:
@@ -122,7 +82,7 @@ def simulated(algo: Algorithm, start: Point, run: Run) -> Path2:
 
 
 def _answers(agent: str, theta: torch.Tensor, run: Run, step: int, random: np.random.Generator) -> list[Rollout]:
-    """``votes`` answers of one agent to each prompt: one token each."""
+    """``votes`` answers of one agent to each prompt: one token each, 1 (right) or 0 (wrong)."""
     logprobs = _log_softmax(theta).to(torch.float32).numpy()
     tokens = random.random((run.prompts, run.votes)) < float(torch.sigmoid(theta))
     question = np.zeros(1, np.int32)
@@ -145,7 +105,7 @@ def _answers(agent: str, theta: torch.Tensor, run: Run, step: int, random: np.ra
 
 
 def _log_softmax(theta: torch.Tensor) -> torch.Tensor:
-    """Logprobs[2] of (WRONG, RIGHT)."""
+    """Logprobs[2] of the tokens 0 (wrong) and 1 (right)."""
     return torch.nn.functional.logsigmoid(torch.stack([-theta, theta]))
 
 
@@ -155,24 +115,26 @@ def _gradient(theta: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
     [[microbatch]] = pack(samples, dp=1, tokens_per_microbatch=2 * len(samples))
     batch = TokenBatch.of(microbatch)
     logprobs = _log_softmax(theta)[batch.labels].to(torch.float32)
-    counts = {"num_tokens": response_tokens(samples), "num_sequences": num_sequences(samples)}
-    loss, _ = pg_loss(torch.where(batch.mask, logprobs, 0.0), batch, _LOSS, **counts, kl_coef=0.0)
+    loss, _ = pg_loss(
+        torch.where(batch.mask, logprobs, 0.0),
+        batch,
+        _LOSS,
+        num_tokens=response_tokens(samples),
+        num_sequences=num_sequences(samples),
+        kl_coef=0.0,
+    )
     loss.backward()
     assert theta.grad is not None
     return theta.grad
 
 
-METHODS: dict[str, Callable[[], Algorithm]] = {"Co-RL": lambda: CoRL(ring=AGENTS), "TTRL": TTRL}
-
-
-def draw(paths: dict[str, list[tuple[Path2, Path2]]], run: Run, file: Path) -> None:
+def draw(paths: Mapping[str, Sequence[tuple[Path2, Path2]]], run: Run, file: Path) -> None:
     """Write a PNG, a panel per method: the predicted field and, over it, (simulated, predicted) paths."""
     figure = Figure(figsize=(5.2 * len(paths), 5.7), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(paths), sharey=True, squeeze=False)[0]
     for panel, (method, pairs) in zip(panels, paths.items(), strict=True):
-        mutual = method == "Co-RL"
-        _draw_field(panel, run.votes, mutual=mutual)
+        _draw_field(panel, run.votes, METHODS[method][1])
         for number, (found, expected) in enumerate(pairs):
             labels = ("trained", "predicted") if number == 0 else (None, None)
             panel.plot(*expected.T, color="black", linewidth=1.0, linestyle="--", label=labels[1])
@@ -187,10 +149,12 @@ def draw(paths: dict[str, list[tuple[Path2, Path2]]], run: Run, file: Path) -> N
     figure.savefig(file, dpi=140)
 
 
-def _draw_field(panel: Axes, votes: int, *, mutual: bool) -> None:
+def _draw_field(panel: Axes, votes: int, teachers: Sequence[int]) -> None:
     grid = np.linspace(0.02, 0.98, 25)
-    field = np.array([[velocity((a, b), votes, mutual=mutual) for a in grid] for b in grid])
-    panel.streamplot(grid, grid, field[..., 0], field[..., 1], color="#bbbbbb", linewidth=0.6, arrowsize=0.7)
+    a, b = np.meshgrid(grid, grid)
+    along_a, along_b = velocity(np.stack([a.ravel(), b.ravel()]), teachers, votes).reshape(2, *a.shape)
+    panel.streamplot(grid, grid, along_a, along_b, color="#bbbbbb", linewidth=0.6, arrowsize=0.7)
+    mutual = tuple(teachers) != (0, 1)
     borders = [([0, 1], [1, 0])] if mutual else [([0.5, 0.5], [0, 1]), ([0, 1], [0.5, 0.5])]
     for x, y in borders:
         panel.plot(x, y, color="black", linewidth=0.8, linestyle=":")
@@ -208,10 +172,9 @@ def main(args: Sequence[str] | None = None) -> None:
     run = Run(prompts=options.prompts, steps=options.steps, seed=options.seed)
     paths: dict[str, list[tuple[Path2, Path2]]] = {}
     print("method  start        trained      predicted    largest distance on the way")
-    for method, make in METHODS.items():
+    for method, (algo, teachers) in METHODS.items():
         for start in STARTS:
-            found = simulated(make(), start, run)
-            expected = predicted(start, run, mutual=method == "Co-RL")
+            found, expected = simulated(algo, start, run), predicted(start, run, teachers)
             paths.setdefault(method, []).append((found, expected))
             ends = "  ".join(f"{a:.2f}, {b:.2f} " for a, b in (start, found[-1], expected[-1]))
             print(f"{method:6}  {ends}  {np.abs(found - expected).max():.3f}")

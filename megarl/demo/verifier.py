@@ -2,8 +2,9 @@
 
     python -m megarl.demo.verifier [OUT]
 
-Asked to check an answer it does the sum again, as its school does it, and compares; asked again it says what it then
-found. A verdict is thus worth what the model's second attempt at the sum is worth.
+Asked to check an answer it does the sum again, as its school does it, and says a verdict; asked again it says what it
+then found. It learns to take these turns and their exact sentences, and hardly to compare: after 400 steps it calls
+39 % of right answers correct, and 31 % of answers that are off by 1 or 10 (60 % and 34 % after 1200).
 """
 
 import argparse

@@ -71,8 +71,8 @@ def write_problems(folder: Path) -> None:
     for name, problems in parts.items():
         random.Random(name).shuffle(problems)
         rows = [
-            {"prompt": question(p), "swapped": question(p[::-1]), "answer": str(sum(p)), "id": "+".join(map(str, p))}
-            for p in problems
+            {"prompt": question((a, b)), "swapped": question((b, a)), "answer": str(a + b), "id": f"{a}+{b}"}
+            for a, b in problems
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.backends.buckets import write_buckets
-from megarl.backends.cluster import Cluster, connect, place
+from megarl.backends.cluster import Cluster, connect
 from megarl.backends.megatron.policy import MegatronPolicy
+from megarl.backends.placement import place
 from megarl.backends.protocols import Engine, Policy
 from megarl.backends.reference import ReferenceEngine, ReferencePolicy
 from megarl.backends.vllm.engine import VllmEngine
@@ -147,9 +148,14 @@ def oracle_logprobs(model: PreTrainedModel, prompt_ids, token_ids, temperature: 
 
 def logprob_gap(model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float) -> float:
     """Mean |logprob by the engine - by the model| over all response tokens."""
+    return float(logprob_gaps(model, rollouts, temperature).mean())
+
+
+def logprob_gaps(model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float) -> Tensor:
+    """|logprob by the engine - by the model| of every response token."""
     gaps = []
     for r in rollouts:
         all_logprobs = oracle_logprobs(model, r.prompt_ids, r.token_ids, temperature)
         wanted = all_logprobs.gather(1, torch.tensor(r.token_ids)[:, None].long())[:, 0]
-        gaps += (wanted - torch.tensor(r.logprobs)).abs().tolist()
-    return sum(gaps) / len(gaps)
+        gaps.append((wanted - torch.tensor(r.logprobs)).abs())
+    return torch.cat(gaps).double()

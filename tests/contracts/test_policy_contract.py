@@ -96,6 +96,20 @@ def test_measure_gives_only_what_is_asked_for(open_policy):
         policy.measure(rollouts, frozenset({"reference"}))
 
 
+def test_ids_of_another_vocabulary_are_refused(open_policy):
+    """case-I1: the model has the ids 0 to 127."""
+    policy, (fine, *_, last) = open_policy(), make_rollouts()
+    edge = replace(fine, token_ids=np.array([127], np.int32))
+    assert list(policy.measure([edge, last], frozenset())) == [edge.key, last.key]
+    for part, ids, named in (
+        ("token_ids", [5, 128], "agent ann: response 0 to prompt 6 has token id 128"),
+        ("prompt_ids", [5, -1], "agent ann: prompt 6 has token id -1"),
+        ("prompt_ids", [], "agent ann: prompt 6 has no tokens"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            policy.measure([fine, replace(last, **{part: np.array(ids, np.int32)})], frozenset())
+
+
 def test_measure_does_not_depend_on_the_packing(open_policy):
     rollouts = make_rollouts()
     small, large = (open_policy(tokens_per_microbatch=n).measure(rollouts, EVERYTHING) for n in (48, 4096))
@@ -234,7 +248,8 @@ def test_kl_is_against_the_initial_weights(open_policy):
         np.testing.assert_allclose(stats.reference, first[key].reference, atol=1e-6, rtol=0)
     drift = [np.abs(s.logprobs - s.reference).max() for s in second.values()]
     assert max(drift) > 1e-2
-    assert policy.update(samples, LossConfig(kl_coef=0.5), BATCH, [5e-3])["kl"] > 1e-4
+    moved = policy.update(samples, LossConfig(kl_coef=0.5), BATCH, [5e-3])
+    assert moved["kl"] > 1e-4 and moved["kl_loss"] == pytest.approx(0.5 * moved["kl"])
 
 
 def test_save_and_load_continue_bitwise(open_policy, tmp_path):

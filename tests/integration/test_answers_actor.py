@@ -10,8 +10,8 @@ GROUP = ["1/2", "0.5", r"\sin 30^\circ", "3"]
 
 
 def test_case_a3_an_async_actor_votes(tmp_path):
-    class Voter:
-        """Its methods run on the actor's event loop, off the main thread. Local, so that Ray sends it by value."""
+    class Voter:  # here, so that it travels by value
+        """Its methods run on the actor's event loop, off the main thread."""
 
         async def vote(self, answers):
             return vote(answers)

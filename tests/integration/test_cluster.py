@@ -1,7 +1,6 @@
 """Placement and worker groups on a real Ray cluster of our own, on CPU."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,10 @@ import psutil
 import pytest
 import ray
 
-from megarl.backends.cluster import Placement, WorkerGroup, WorkerLost, connect, place
+from megarl.backends.cluster import WorkerLost, connect
+from megarl.backends.placement import Placement, place
+from megarl.backends.scratch import RAY, sweep
+from megarl.backends.workers import WorkerGroup
 from megarl.settings import ClusterConfig
 
 
@@ -111,7 +113,7 @@ def test_more_slots_than_there_are(cluster, placements):
         place(cluster, {"eve": 2}, one_node={}, timeout_s=1)
     with pytest.raises(ValueError, match=r"agent eve: 8 slots wanted.*wanted 8 slots \(eve 8\), available 4 \(127"):
         place(cluster, {"eve": 8}, one_node={}, timeout_s=20)
-    with pytest.raises(ValueError, match="agent eve: its tensor-parallel group wants 8 slots in one node"):
+    with pytest.raises(ValueError, match="agent eve: its tensor-parallel groups want 8 slots in one node"):
         place(cluster, {"eve": 8}, one_node={"eve": 8}, timeout_s=20)
     assert time.monotonic() - start < 5
 
@@ -181,7 +183,7 @@ def test_a_worker_killed_in_a_call(placements):
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerLost, match=r"bob/policy rank 0 of 1 .* died during say"):
         group.call_all("say")
-    group.close()
+    group.close(farewell="say")  # which the dead cannot; nothing is raised
 
 
 def test_a_worker_that_does_not_get_ready(placements):
@@ -189,19 +191,28 @@ def test_a_worker_that_does_not_get_ready(placements):
         WorkerGroup(placements["bob"], "bob/policy", Clerk, [{"hang": True}], build_timeout_s=0.5)
 
 
-def test_a_call_has_a_deadline_where_one_is_given(placements):
+def test_a_call_has_a_deadline_where_one_is_given(placements, caplog):
     group = WorkerGroup(placements["bob"], "bob/policy", Clerk, [{}])
     with pytest.raises(TimeoutError, match=r"rank 0 did not finish slowly\(\) within 0.5 s"):
         group.call_all("slowly", timeout_s=0.5)
-    group.close()
+    group.close(farewell="say", timeout_s=0.1)
+    assert "bob/policy: 1 ranks did not finish say() in 0.1 s" in caplog.text
 
 
-def test_a_port_that_was_taken_meanwhile_is_drawn_again(placements, tmp_path):
+def test_a_port_that_was_taken_meanwhile_is_drawn_again(placements, tmp_path, caplog):
     first = tmp_path / "port"
     group = WorkerGroup(placements["bob"], "bob/policy", Clerk, [{"busy_port": str(first)}])
     (port,) = group.call_all("env", "MASTER_PORT")
     assert port != first.read_text()
-    group.close()
+    (pid,) = group.call_all("pid")
+    with pytest.raises(KeyError, match="why the run ends"):  # an error in closing does not take its place
+        try:
+            raise KeyError("why the run ends")
+        finally:
+            group.close(farewell="refuse")
+    assert "bob/policy: refuse() failed" in caplog.text and "batch.tokens is not for clerks" in caplog.text
+    psutil.wait_procs([process for process in psutil.process_iter() if process.pid == pid], timeout=30)
+    assert not psutil.pid_exists(pid)
 
 
 def test_placing_is_undone_with_the_cluster(cluster, placements):
@@ -212,7 +223,9 @@ def test_placing_is_undone_with_the_cluster(cluster, placements):
 DRIVER = """
 import os, sys, time
 from pathlib import Path
-from megarl.backends.cluster import WorkerGroup, connect, place
+from megarl.backends.cluster import connect
+from megarl.backends.placement import place
+from megarl.backends.workers import WorkerGroup
 from megarl.settings import ClusterConfig
 from tests.integration.test_cluster import Clerk
 
@@ -223,7 +236,8 @@ group.call_all("slowly")
 """
 
 
-def test_a_killed_driver_leaves_no_process(tmp_path):
+def test_a_killed_driver_leaves_nothing(tmp_path):
+    """No process, and no folder once the next run has looked for those of the dead."""
     root = str(Path(__file__).parents[2])
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(tmp_path)],
@@ -233,6 +247,8 @@ def test_a_killed_driver_leaves_no_process(tmp_path):
     )
     word, temp_dir = driver.stdout.readline().split()
     assert word == "ready"
+    folder = Path(temp_dir)
+    assert folder not in sweep(folder.parent, RAY) and folder.is_dir()
     below = psutil.Process(driver.pid).children(recursive=True)
     # Ray's two agents look for their raylet every few seconds, and end after the fifth miss
     workers = [process for process in below if process.name() not in ("ray::DashboardAgent", "ray::RuntimeEnvAgent")]
@@ -241,4 +257,4 @@ def test_a_killed_driver_leaves_no_process(tmp_path):
     driver.wait()
     alive = psutil.wait_procs(workers, timeout=30)[1]
     assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    shutil.rmtree(temp_dir)
+    assert folder in sweep(folder.parent, RAY) and not folder.exists()

@@ -4,7 +4,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster as Raylets
 
-from megarl.backends.cluster import WorkerGroup, connect, place
+from megarl.backends.cluster import connect
+from megarl.backends.placement import place
+from megarl.backends.workers import WorkerGroup
 from megarl.settings import ClusterConfig
 
 
@@ -52,7 +54,7 @@ def test_ranks_run_where_they_were_placed(cluster):
 
 
 def test_tensor_parallelism_across_nodes_is_refused(cluster):
-    with pytest.raises(ValueError, match="agent big: its tensor-parallel group wants 4 slots in one node"):
+    with pytest.raises(ValueError, match="agent big: its tensor-parallel groups want 4 slots in one node"):
         place(cluster, {"big": 4}, one_node={"big": 4}, timeout_s=30)
 
 

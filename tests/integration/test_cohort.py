@@ -176,3 +176,17 @@ def test_data_parallel_ranks_on_replayed_rollouts(folder, plain):
             {k: v for k, v in row.items() if "/time/" not in k and not k.endswith(ignored)} for row in (first, second)
         )
         assert_close(first, second, 1e-5)
+
+
+def test_logprob_kernels_on_and_off_on_replayed_rollouts(folder, plain):
+    """Losses, gradients and everything measured, by the model's own head instead of the fused one, to 1e-5."""
+    engine = {"backend": "replay", "replay": str(plain)}
+    changes = {f"agents.{name}.engine": engine for name in ("ann", "bob")}
+    changes["kernels"] = {"fused_head": False}
+    replayed = train(validate({**raw(folder, name="by-logits", **changes), "steps": 2, "checkpoint": {}}))
+    for first, second in zip(read_metrics(plain)[:2], read_metrics(replayed), strict=True):
+        first, second = (
+            {k: v for k, v in row.items() if "/time/" not in k and not k.endswith("logprob_drift_max")}
+            for row in (first, second)
+        )
+        assert_close(first, second, 1e-5)

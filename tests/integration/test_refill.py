@@ -54,15 +54,14 @@ def lies(folder):
     return path
 
 
-@pytest.mark.parametrize("name", ["ttrl", "intuitor", "rent", "random", "format", "rlvr"])
+@pytest.mark.parametrize("name", ["intuitor", "rent", "random", "format"])
 def test_v39_a_run_without_labels_does_not_depend_on_the_truth(folder, lies, name):
     """Weights after a step, bit for bit; and the method's reward is what the logged rollouts say it is."""
     runs = [
         train(validate(raw(folder, {"name": name}, name=f"{name}-{i}", steps=1, **changes)))
         for i, changes in enumerate(({}, {"data.path": str(lies)}))
     ]
-    same = weights(runs[0], 1) == weights(runs[1], 1)
-    assert same == (name != "rlvr"), "and the supervised reference does depend on it"
+    assert weights(runs[0], 1) == weights(runs[1], 1)
     [row] = read_metrics(runs[0])
     assert row["agent/ann/policy/grad_norm"] > 0, "it did learn"
     logged = pq.read_table(step_path(runs[0], 0)).to_pydict()
@@ -70,14 +69,12 @@ def test_v39_a_run_without_labels_does_not_depend_on_the_truth(folder, lies, nam
         "intuitor": lambda i: np.mean(logged["certainty"][i]),
         "rent": lambda i: -np.mean(logged["entropy"][i]),
         "format": lambda i: float(logged["answer"][i] is not None),
-        "ttrl": lambda i: float(logged["answer"][i] is not None and logged["answer"][i] == logged["label"][i]),
     }
     if name in by_hand:
         expected = [by_hand[name](i) for i in range(16)]
         assert logged["reward"] == pytest.approx(expected, abs=1e-6)
         assert row["agent/ann/reward/reward_mean"] == pytest.approx(np.mean(expected), abs=1e-6)
-    if name in ("intuitor", "rent"):
-        assert set(logged["label"]) == {None}
+    assert set(logged["label"]) == {None}
 
 
 DYNAMIC = {
@@ -91,7 +88,7 @@ def test_case_b7_nothing_but_consensus(folder, capfd):
     """Nearly greedy sampling: all rollouts of a prompt are equal. The refill ends, is said and counted, and the run
     goes on with step, learning rate and deck where they ought to be.
     """
-    changes = DYNAMIC | {"sampling.temperature": 1e-3, "guard": {"on_drift": "warn"}, "steps": 4}
+    changes = DYNAMIC | {"sampling.temperature": 1e-6, "guard": {"on_drift": "warn"}, "steps": 4}
     run = train(validate(raw(folder, {"name": "ttrl"}, name="consensus", **changes)))
     rows = read_metrics(run)
     # 24 problems: two steps of 3 + 2 * 3, then 6 are left: one refill of 3, and the epoch has no more
@@ -152,14 +149,3 @@ def test_two_agents_are_refilled_with_the_same_prompts(folder):
             assert len(kept) == 3 - row[f"agent/{name}/reward/prompts_missing"]
             teaching = row[f"agent/{name}/reward/prompts_teaching"]
             assert len(kept) == min(teaching, 3)
-
-
-def test_an_older_checkpoint_is_refused(folder):
-    cfg = validate(raw(folder, {"name": "format"}, name="old", steps=1))
-    run = train(cfg)
-    file = run / "checkpoints" / "step_1" / "state.json"
-    state = json.loads(file.read_text())
-    del state["cursor"]
-    file.write_text(json.dumps(state))
-    with pytest.raises(ValueError, match="does not say how far the deck was dealt"):
-        train(cfg.model_copy(update={"steps": 2}), resume=run)

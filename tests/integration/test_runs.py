@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 import megarl.agents
 from megarl.backends.reshard import reshard
 from megarl.config import validate
+from megarl.guards import GuardStop
 from megarl.log import read_metrics
 from megarl.rollouts import read, step_path
-from megarl.train import GuardStop, train
+from megarl.train import train
 from tests import cohort
 
 

@@ -7,7 +7,8 @@ import time
 import psutil
 import pytest
 
-from megarl.backends.cluster import WorkerLost, connect, place
+from megarl.backends.cluster import WorkerLost, connect
+from megarl.backends.placement import place
 from megarl.backends.reshard import reshard
 from megarl.settings import ClusterConfig, SamplingConfig
 from megarl.types import Seed

@@ -1,44 +1,16 @@
-import math
-import socket
+import os
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from megarl_kernels import logprob as module
-from megarl_kernels import vocab_parallel_logprob
-
-ALL = ("entropy", "self_certainty", "top1_probability", "sum_p2")
+from megarl_kernels import logprob_torch, vocab_parallel_logprob
+from tests.kernels import logprob_problems as cases
+from tests.kernels.logprob_problems import ALL, Case, check_logits, reference
 
 
-def reference(logits, target, temperature=1.0, vocab_size=None, softcap=0.0, scale=1.0):
-    """All five quantities in float64 by the plain definition."""
-    z = logits.double()[:, :vocab_size] * scale
-    z = softcap * torch.tanh(z / softcap) if softcap else z
-    z = z / torch.as_tensor(temperature, dtype=torch.float64).expand(z.shape[0])[:, None]
-    logp = z.log_softmax(1)
-    p = logp.exp()
-    plogp = torch.where(p == 0, torch.zeros_like(p), p * logp)
-    out = {
-        "logprob": logp.gather(1, target.clamp(min=0)[:, None])[:, 0],
-        "entropy": -plogp.sum(1),
-        "self_certainty": -math.log(z.shape[1]) - logp.mean(1),
-        "top1_probability": p.max(1).values,
-        "sum_p2": p.square().sum(1),
-    }
-    return {k: torch.where(target == -100, torch.zeros_like(v), v) for k, v in out.items()}
-
-
-def check(logits, target, tolerance=2e-6, **options):
-    got = vocab_parallel_logprob(logits, target, stats=ALL, **options)
-    scale = options.pop("logit_scale", 1.0)
-    want = reference(logits, target, scale=scale, **options)
-    for name, value in {"logprob": got.logprob, **got.stats}.items():
-        torch.testing.assert_close(
-            value.double(), want[name], atol=tolerance, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
-    return got
+@pytest.mark.parametrize("case", cases.logits_cases(), ids=lambda c: c.name)
+def test_against_float64(case):
+    check_logits(case, "torch")
 
 
 def test_case_c1_temperature():
@@ -68,23 +40,13 @@ def test_v15_entropy_and_certainty():
     torch.testing.assert_close(shifted.stats["self_certainty"], torch.tensor([0.454458593]))
 
 
-def test_against_float64():
-    torch.manual_seed(0)
-    logits, target = 4 * torch.randn(33, 257), torch.randint(0, 250, (33,))
-    target[5] = -100
-    check(logits, target)
-    check(logits, target, temperature=torch.rand(33) + 0.3, vocab_size=250)
-    check(logits, target, softcap=3.0, logit_scale=0.5, temperature=0.7)
-    check(logits.t().contiguous().t(), target)  # strided rows
-
-
 def test_case_h1_bfloat16_logits_are_read_exactly():
     torch.manual_seed(0)
     logits = (6 * torch.randn(16, 20011)).to(torch.bfloat16)
     target = torch.randint(0, 20011, (16,))
-    check(logits, target, temperature=0.9, tolerance=1e-5)
+    check_logits(Case("bfloat16", logits, target, {"temperature": 0.9}), "torch")
     naive = logits.div(0.9).log_softmax(1).gather(1, target[:, None])[:, 0].double()
-    assert (naive - reference(logits, target, 0.9)["logprob"]).abs().max() > 1e-3
+    assert (naive - reference(logits, target, temperature=0.9)["logprob"]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -142,22 +104,60 @@ def test_statistics_without_a_gradient_say_so():
     assert out.logprob.requires_grad and out.stats["entropy"].requires_grad
 
 
-def test_chunks_do_not_show_and_the_input_is_not_written(monkeypatch):
+def test_blocks_do_not_show(monkeypatch):
     torch.manual_seed(0)
     target = torch.randint(0, 50, (20,))
+    base = torch.randn(20, 50)
 
     def run():
         logits = base.clone().requires_grad_()
         out = vocab_parallel_logprob(logits, target, stats=ALL)
         (out.logprob.sum() + out.stats["entropy"].sum()).backward()
-        assert torch.equal(logits, base)
         return out.logprob.detach(), out.stats["entropy"].detach(), logits.grad
 
-    base = torch.randn(20, 50)
     whole = run()
-    monkeypatch.setattr(module, "WORKSPACE_BYTES", 3 * 50 * 4 * module._CHUNK_COPIES)
-    assert len(module._chunks(20, 50, torch.float32)) == 7
+    monkeypatch.setitem(logprob_torch.BLOCK_BYTES, "cpu", 3 * 50 * 4)
+    assert [b.stop - b.start for b in logprob_torch.blocks(20, 50, base)] == [3, 3, 3, 3, 3, 3, 2]
+    assert [b.stop - b.start for b in logprob_torch.blocks(7, 50, base)] == [3, 4]
     assert all(torch.equal(a, b) for a, b in zip(whole, run(), strict=True))
+
+
+def test_rows_do_not_depend_on_their_batch():
+    """Sums of one row alone would be split over threads."""
+    torch.manual_seed(0)
+    logits, target = torch.randn(9, 70001), torch.randint(0, 70001, (9,))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        whole = vocab_parallel_logprob(logits, target, stats=ALL)
+        for rows in (slice(0, 1), slice(8, 9), slice(2, 4), slice(1, 9)):
+            part = vocab_parallel_logprob(logits[rows], target[rows], stats=ALL)
+            assert torch.equal(part.logprob, whole.logprob[rows])
+            assert all(torch.equal(part.stats[s], whole.stats[s][rows]) for s in ALL)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_offsets_beyond_31_bits():
+    cases.far_rows("torch")
+    cases.far_gradient(logprob_torch)
+
+
+def test_targets_that_are_not_aligned_or_adjacent():
+    torch.manual_seed(0)
+    logits, wide = torch.randn(4, 9), torch.randint(0, 9, (9, 2))
+    plain = vocab_parallel_logprob(logits, wide[1:5, 0].clone())
+    assert torch.equal(vocab_parallel_logprob(logits, wide[1:5, 0]).logprob, plain.logprob)
+    assert torch.equal(vocab_parallel_logprob(logits, wide[1:5, 0].int()).logprob, plain.logprob)
+
+
+def test_unlikely_tokens_keep_their_gradient():
+    """No gradient is filtered for being small."""
+    logits = torch.tensor([[0.0, -20.0, -40.0]], requires_grad=True)
+    vocab_parallel_logprob(logits, torch.tensor([0])).logprob.backward()
+    exact = logits.detach().double().requires_grad_()
+    exact.log_softmax(1)[0, 0].backward()
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-5, atol=0)
 
 
 def test_case_h5_targets():
@@ -183,7 +183,11 @@ def test_case_h9_empty():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"backend": "triton"}, "backend='triton'.*auto, torch"),
+        ({"backend": "cuda"}, "backend='cuda'.*auto, torch, triton"),
+        ({"softcap": -1.0}, "softcap=-1.0"),
+        ({"logit_scale": 0.0}, "logit_scale=0.0"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"temperature": torch.tensor([1.0, -2.0])}, "temperature=-2.0"),
         ({"stats": ("varentropy",)}, "varentropy.*entropy, self_certainty"),
         ({"vocab_size": 9}, "vocab_size=9"),
         ({"temperature": torch.ones(3)}, "temperature"),
@@ -194,66 +198,7 @@ def test_errors(options, words):
         vocab_parallel_logprob(torch.zeros(2, 4), torch.tensor([0, 1]), **options)
 
 
-# tensor-parallel vocabulary: each rank holds Vl columns, the last rank the padding
-
-
-def problem(vocab=10, padded=12):
-    torch.manual_seed(0)
-    logits = 3 * torch.randn(8, padded)
-    logits[:, vocab:] = 40.0
-    logits[6, 0:6] = -torch.inf  # a whole shard of -inf
-    return logits, torch.tensor([0, 5, 9, -100, 3, 7, 8, 2]), vocab, torch.rand(8) + 0.5
-
-
-def run_problem(logits, target, vocab, temperature, group=None):
-    logits = logits.clone().requires_grad_()
-    out = vocab_parallel_logprob(
-        logits, target, vocab_size=vocab, temperature=temperature, softcap=20.0, tp_group=group, stats=ALL
-    )
-    finite = torch.tensor([1.0, 1, 1, 1, 1, 1, 0, 1])  # row 6 has infinite self-certainty
-    loss = (out.logprob * torch.arange(8)).sum() + out.stats["entropy"].sum()
-    (loss + torch.where(finite > 0, out.stats["self_certainty"], 0.0).sum()).backward()
-    return [out.logprob.detach(), *(out.stats[s].detach() for s in ALL)], logits.grad
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def tp_rank(rank, port):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    for offset in (0.0, -100.0):
-        compare(dist.group.WORLD, 12, offset)
-        for padded in (10, 12, 20):
-            compare(pairs[rank // 2], padded, offset)
-    dist.destroy_process_group()
-
-
-def compare(group, padded, offset):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    logits, target, vocab, temperature = problem(padded=padded)
-    logits[:, :vocab] += offset
-    want, grad = run_problem(logits, target, vocab, temperature)
-    width = padded // ranks
-    here = slice(rank * width, (rank + 1) * width)
-    got, shard_grad = run_problem(logits[:, here], target, vocab, temperature, group)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(shard_grad, grad[:, here], atol=1e-6, rtol=1e-5)
-    # the same bits on every rank: a loss computed twice must not differ
-    mine = torch.stack(got)
-    both = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(both, mine, group=group)
-    assert all(torch.equal(mine, x) for x in both)
-    # negative control: a shard that believes it stands alone disagrees
-    alone = vocab_parallel_logprob(logits[:, here].clamp(min=-1e4), torch.zeros(8, dtype=torch.int64)).logprob
-    assert (alone - want[0]).abs().max() > 0.1
-
-
-def test_case_h7_tensor_parallel_equals_one_rank():
-    """Four ranks, and pairs of them. Vocabulary 10; padded to 20, the second of a pair holds padding alone."""
-    mp.spawn(tp_rank, args=(free_port(),), nprocs=4)
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="here the interpreter takes CPU tensors")
+def test_compiled_kernels_refuse_cpu_tensors():
+    with pytest.raises(ValueError, match=r"backend='triton'.*CPU tensor"):
+        vocab_parallel_logprob(torch.zeros(2, 4), torch.tensor([0, 1]), backend="triton")

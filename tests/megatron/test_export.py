@@ -1,5 +1,6 @@
 """Weights come back as they went in, whatever the layout; and they follow the training."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def test_export_is_the_source(family, layout, models, policy):
     opened, ranks = policy(models[family], layout)
     exported, source = data.weights(opened), _source(models[family])
     assert data.worst(exported, source) == 0
+    assert ranks.call_all("begin_export") == [max(t.nbytes for t in source.values())] * layout.world
     assert ("lm_head.weight" in exported) == (family != "qwen3")
     ranks.run(_double)
     assert data.worst(data.weights(opened), {name: 2 * t for name, t in source.items()}) == 0
@@ -77,21 +79,60 @@ def test_padded_vocabulary(family, policy, tmp_path):
     assert data.worst(moved, _source(model)) > 1e-3
 
 
-def test_layers_that_do_not_divide(policy, tmp_path):
-    """case-D7: 7 layers on 2 stages are 4 and 3, all of them there."""
-    model = tiny.write(tmp_path / "m", "llama", num_hidden_layers=7)
-    opened, ranks = policy(model, LayoutConfig(pp=2))
-    assert ranks.run(_layer_count) == [4, 3]
+@pytest.mark.parametrize(("layers", "stages"), ((7, [4, 3]), (5, [2, 1, 1, 1])), ids=str)
+def test_layers_that_do_not_divide(layers, stages, policy, tmp_path):
+    """case-D7: all of them are there, compute, learn, and are saved."""
+    model = tiny.write(tmp_path / "m", "llama", num_hidden_layers=layers)
+    opened, ranks = policy(model, LayoutConfig(pp=len(stages)), optimizer=SGD)
+    assert ranks.run(_layer_count) == stages
     assert data.worst(data.weights(opened), _source(model)) == 0
+    seen = data.rollouts(4)
+    stats = opened.measure(seen, frozenset({"entropy", "certainty"}))
+    assert data.worst(stats, data.transformers_stats(model, seen, 0.7)) < 1e-4
+    data.train(opened, data.samples(seen, stats), 0.02, updates=1)
+    moved = data.weights(opened)
+    assert all(not torch.equal(moved[n], t) for n, t in _source(model).items() if n.endswith("o_proj.weight"))
+    opened.save(tmp_path / "saved")
+    alone, _ = policy(model, optimizer=SGD)
+    alone.load(tmp_path / "saved")
+    assert data.worst(data.weights(alone), moved) == 0
+
+
+def _stage_sizes(worker: Any) -> dict[tuple[int, int], list[int] | str]:
+    """(layers, stages) -> layers per stage where they are spelt out, or why there is no such model."""
+    from megarl.backends.megatron.model import _stages
+
+    found = {}
+    for layers, pp in itertools.product(range(1, 33), (1, 2, 3, 4, 5, 8)):
+        try:
+            found[layers, pp] = [s.count("decoder") for spelt in _stages(layers, pp).values() for s in spelt]
+        except ValueError as error:
+            found[layers, pp] = str(error)
+    return found
+
+
+def test_every_layer_has_a_stage(models, policy):
+    _, ranks = policy(models["llama"])
+    for (layers, pp), sizes in ranks.run(_stage_sizes)[0].items():
+        if layers < pp:
+            assert sizes == f"layout.pp={pp} stages, but the model has num_hidden_layers={layers}"
+        elif layers % pp:
+            assert sum(sizes) == layers and len(sizes) == pp
+            assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] == 1
+        else:
+            assert sizes == []
 
 
 def _layer_count(worker: Any) -> int:
     return len(worker.model.chunk.module.decoder.layers)
 
 
-def test_buckets_hold_what_they_may(models, policy):
+def test_buckets_hold_what_they_may(models, policy, monkeypatch, tmp_path):
+    """A larger tensor has a file of its own, for which there must be room too."""
     opened, _ = policy(models["qwen2"], LayoutConfig(tp=2))
     largest = max(t.nbytes for t in _source(models["qwen2"]).values())
+    asked = []
+    monkeypatch.setattr("megarl.backends.megatron.policy.roomy_folder", lambda nbytes: asked.append(nbytes) or tmp_path)
     paths, names = [], []
     for bucket in opened.weights(largest // 2):
         assert all(not path.exists() for path in paths)
@@ -100,7 +141,8 @@ def test_buckets_hold_what_they_may(models, policy):
         paths.append(bucket.path)
         names += bucket.names
     assert len(paths) > 5 and sorted(names) == sorted(_source(models["qwen2"]))
-    assert not paths[-1].exists()
+    assert asked == [largest]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_broken_off_export_can_start_again(models, policy):
@@ -108,7 +150,7 @@ def test_a_broken_off_export_can_start_again(models, policy):
     buckets = opened.weights(20_000)
     first = next(buckets)
     buckets.close()
-    assert not first.path.exists()
+    assert not first.path.parent.exists()
     assert data.worst(data.weights(opened), _source(models["qwen2"])) == 0
 
 

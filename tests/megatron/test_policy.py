@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from megarl import packing
-from megarl.backends.megatron.policy import MegatronPolicy
-from megarl.settings import AgentConfig, BatchConfig, LayoutConfig, LossConfig, OptimizerConfig
+from megarl.settings import BatchConfig, LayoutConfig, LossConfig, OptimizerConfig
 from tests import tiny
 from tests.megatron import data
-from tests.megatron.ranks import LocalRanks
 
 SGD = OptimizerConfig(name="sgd", lr=0.05)
 BATCH = BatchConfig(tokens_per_microbatch=128)
@@ -211,19 +209,6 @@ def test_bfloat16_is_float32_rounded(models, policy):
 def test_sgd_needs_float32(models, policy):
     with pytest.raises(ValueError, match="dtype=float32"):
         policy(models["llama"], optimizer=SGD, dtype="bfloat16")
-
-
-def test_kl_coefficient_of_the_agent_wins(models):
-    agent = AgentConfig(model=str(models["llama"]), dtype="float32", optimizer=SGD, kl_coef=0.5)
-    ranks = LocalRanks(agent=agent, temperature=0.7, keep_reference=True)
-    try:
-        opened = MegatronPolicy(agent, ranks, tokens_per_microbatch=128)
-        seen = data.rollouts()
-        batch = data.samples(seen, opened.measure(seen, REFERENCE), reference=True)
-        moved = [dataclasses.replace(s, reference_logprobs=s.reference_logprobs - 0.5 * s.mask) for s in batch]
-        assert opened.update(moved, LossConfig(kl_coef=0.0), BATCH, [1e-3])["kl_loss"] > 0.01
-    finally:
-        ranks.close()
 
 
 def test_the_token_budget_is_per_context_parallel_rank(models, policy):

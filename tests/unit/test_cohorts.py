@@ -16,7 +16,7 @@ from megarl.algos.coverrl import Requests, verify_prompt
 from megarl.chat import open_chat
 from megarl.config import validate
 from megarl.deck import Seat, open_deck
-from megarl.settings import AgentConfig, BatchConfig, DataConfig, SamplingConfig
+from megarl.settings import AgentConfig, BatchConfig, DataConfig, LossConfig, SamplingConfig
 from tests import cohort, tiny
 from tests.unit.records import rollouts
 
@@ -174,7 +174,8 @@ def test_follow_ups_that_are_too_long_are_counted_and_not_asked(tmp_path):
         seat=Seat("original", 2),
         seats={"plain": Seat("original", 2)},
         max_prompt_tokens=40,
-        kl_coef=0.0,
+        loss=LossConfig(),
+        device="cpu",
     )
     agents = {"one": agent}
     assert list(seats(agents)) == ["plain"]

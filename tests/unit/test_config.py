@@ -66,7 +66,31 @@ def test_wrong_keys_and_values_are_named(changes, expected):
     ("changes", "expected"),
     [
         ({"batch__tokens_per_microbatch": 31}, "max_prompt_tokens + max_tokens = 32: set it to at least 32"),
-        ({"batch__updates_per_step": 17}, "batch.updates_per_step=17 is more than the 16 samples"),
+        ({"batch__updates_per_step": 17}, "batch.updates_per_step=17 is more than the 16 training samples of agents.a"),
+        (
+            {"batch__updates_per_step": 9, "batch__train_samples_per_prompt": 2},
+            "batch.updates_per_step=9 is more than the 8 training samples of agents.a",
+        ),
+        (
+            {"batch__train_samples_per_prompt": 4, "agents__b__samples_per_prompt": 3},
+            "train_samples_per_prompt=4 is more than the 3 rollouts per prompt of agents.b",
+        ),
+        ({"batch__samples_per_prompt": 1}, "agents.a trains on 1 rollout per prompt"),
+        (
+            {"agents__a": {"model": "m", "backend": "reference", "layout": {"tp": 2}}},
+            "agents.a.layout=TP2: backend=ref",
+        ),
+        (
+            {
+                "agents__a__engine": {"backend": "replay", "replay": "r"},
+                "evaluation": {"every_steps": 1, "data": {"path": "p", "gold": "g"}},
+            },
+            "agents.a.engine.backend=replay has no rollouts of an evaluation",
+        ),
+        (
+            {"vllm": {"foo": 1}, "agents__a__engine__backend": "reference", "agents__b__engine__backend": "reference"},
+            "vllm: foo: no agent has engine.backend=vllm",
+        ),
         ({"batch__train_samples_per_prompt": 8}, "train_samples_per_prompt=8 is more than samples_per_prompt=4"),
         ({"sampling__top_p": 0.9}, "training rollouts are drawn from the whole vocabulary"),
         ({"sampling__top_k": 5}, "training rollouts are drawn from the whole vocabulary"),
@@ -160,7 +184,7 @@ def test_a_typo_is_refused_however_it_is_added(folder, prefix):
         (["+experiment=mine", "stepz=3"], "stepz: no such key; did you mean steps?"),
         (["+experiment=mine", "batch.prompts_per_step=-1"], "batch.prompts_per_step"),
         (["+experiment=mine", "=3"], ""),
-        (["--resume", "nowhere"], "no run there"),
+        (["--resume", "nowhere"], "--config-dir has no place beside it"),
     ],
 )
 def test_the_command_line_ends_with_2_and_one_line(folder, arguments, expected):

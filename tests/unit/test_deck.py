@@ -156,20 +156,80 @@ def test_more_prompts_than_the_deck_holds(tmp_path, chat):
     ("settings", "message"),
     [
         ({"path": "nowhere.jsonl"}, "no such file"),
-        ({"path": "d.csv"}, "unknown suffix '.csv'"),
-        ({"path": "d.jsonl", "prompt": "question"}, "no 'question'; its columns: prompt, other, answer, key"),
-        ({"path": "d.jsonl", "gold": "solution"}, "no 'solution'"),
+        ({"path": "d.txt"}, "unknown suffix '.txt'"),
+        (
+            {"path": "d.jsonl", "prompt": "question"},
+            "no row has a value of 'question'; its columns: prompt, other, answer, key",
+        ),
+        ({"path": "d.jsonl", "gold": "solution"}, "no row has a value of 'solution'"),
         ({"path": "twice.jsonl", "id": "key"}, "'k0' stands twice"),
         ({"path": "broken.jsonl"}, "broken.jsonl:2: not JSON"),
+        ({"path": "deep.jsonl"}, "deep.jsonl:1: not JSON that can be read"),
+        ({"path": "digits.jsonl"}, "digits.jsonl:1: not JSON that can be read"),
+        ({"path": "latin.jsonl"}, "not UTF-8"),
+        ({"path": "empty.jsonl"}, "the file holds no rows"),
+        ({"path": "d.jsonl", "views": {"original": {"path": "d.jsonl"}}}, "name the ids that align it by data.id"),
+        ({"path": "folder.jsonl"}, "a folder, not a file"),
+        ({"path": "no.parquet"}, "not a parquet file"),
     ],
 )
 def test_bad_files_are_named(tmp_path, chat, settings, message):
     write(tmp_path / "d.jsonl")
     write(tmp_path / "twice.jsonl", [ROWS[0], ROWS[0]])
-    (tmp_path / "d.csv").write_text("prompt\n1\n")
+    (tmp_path / "d.txt").write_text("prompt\n1\n")
+    (tmp_path / "deep.jsonl").write_text('{"prompt": ' + "[" * 100_000)
+    (tmp_path / "digits.jsonl").write_text('{"prompt": ' + "1" * 5000 + "}")
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "no.parquet").write_text("prompt")
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt\n')
     with pytest.raises(ValueError, match=message):
         deck(chat, **{**settings, "path": str(tmp_path / settings["path"])})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (7, r"d\.jsonl: row 1, 'prompt': expected a text or a list of chat messages, found int 7"),
+        ([], "found list"),
+        ({"role": "user"}, "found dict"),
+        (["2+2?"], "message 0: expected an object with role and content, found str"),
+        ([{"from": "human", "value": "2+2?"}], "message 0: expected an object with role and content"),
+        ([{"role": "human", "content": "2+2?"}], "role 'human' is none of system, user, assistant"),
+        ([{"role": "user", "content": None}], "expected a text, found NoneType"),
+        ([{"role": "user", "content": 5}], "expected a text, found int 5"),
+        ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "only texts are understood"),
+        ("half \ud800", "lone surrogate"),
+        (" ", "the prompt is empty"),
+    ],
+)
+def test_prompts_that_are_none_are_named(tmp_path, chat, prompt, message):
+    path = write(tmp_path / "d.jsonl", [{"prompt": "1+1?"}, {"prompt": prompt}])
+    with pytest.raises(ValueError, match=message):
+        deck(chat, path=path)
+
+
+def test_content_may_come_in_parts(tmp_path, chat):
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]
+    made = deck(chat, path=write(tmp_path / "d.jsonl", [{"prompt": [{"role": "user", "content": parts}]}]))
+    assert made.views["original"][0][0].content == "1+1?"
+
+
+@pytest.mark.parametrize("answer", [True, [1], {"a": 1}, float("nan")])
+def test_true_answers_that_are_none_are_named(tmp_path, chat, answer):
+    rows = [{"prompt": "q", "answer": "1"}, {"prompt": "q", "answer": answer}]
+    with pytest.raises(ValueError, match="row 1, 'answer': expected a text or a number"):
+        deck(chat, path=write(tmp_path / "d.jsonl", rows), gold="answer")
+
+
+def test_rows_without_a_true_answer_stay_unless_it_is_needed(tmp_path, chat):
+    rows = [{"prompt": "a", "answer": 1.5}, {"prompt": "b", "answer": None}, {"prompt": "c", "answer": " "}]
+    cfg = DataConfig(path=write(tmp_path / "d.jsonl", rows), gold="answer")
+    made = open_deck(cfg, {"a": ("original", chat)}, 0)
+    assert (len(made), made.gold, made.unanswered) == (3, {"0": "1.5"}, 0)
+    needed = open_deck(cfg, {"a": ("original", chat)}, 0, gold_needed=True)
+    assert (needed.uids, needed.filtered, needed.unanswered) == (("0",), 0, 2)
 
 
 def test_answers_after_a_mark(tmp_path, chat):
@@ -193,5 +253,5 @@ def test_real_problem_sets(chat, file, settings, rows):
         pytest.skip(f"{file} is not beside the checkout (set MEGARL_SHARED to a folder that holds data/{file})")
     made = deck(chat, path=str(path), max_prompt_tokens=100_000, **settings)
     assert len(made) == rows
-    blank = sum(not made.gold[uid].strip() for uid in made.uids)
+    blank = sum(uid not in made.gold for uid in made.uids)
     assert blank <= 5  # the MATH train file itself leaves a few true answers empty

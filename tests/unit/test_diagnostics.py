@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from megarl.algos.corl import CoRL
+from megarl.algos.coverrl import revise_prompt, verify_prompt
 from megarl.algos.ttrl import TTRL
-from megarl.diagnostics import diagnose, drift, twins
+from megarl.diagnostics import diagnose, drift, reward_accuracy, twins
+from megarl.types import Group
 from tests.unit.records import rollout, rollouts, stats
 
 
@@ -84,3 +86,68 @@ def test_v38_twins_are_told():
 
 def test_nothing_seen():
     assert diagnose([], {}, [], None, {}) == {}
+
+
+def test_votes_split_by_truth_with_their_margin_and_entropy():
+    # q1: 3 of 4 for the true 1; q2: 2 of 3 parsed for a wrong 5; q3: nobody
+    seen = rollouts("a", "q1", ["1", "1", "1.0", "2"]) + rollouts("a", "q2", ["5", "5", "6", None])
+    m = diagnosed(seen + rollouts("a", "q3", [None, None]), gold={"q1": "1", "q2": "6", "q3": "9"})
+    assert m["agent/a/label/majority_share_parsed_right"] == 3 / 4 == m["agent/a/label/majority_share_total_right"]
+    assert m["agent/a/label/majority_share_parsed_wrong"] == 2 / 3
+    assert m["agent/a/label/majority_share_total_wrong"] == 2 / 4
+    assert m["agent/a/label/vote_margin"] == pytest.approx((2 / 4 + 1 / 3 + 0) / 3)
+    entropies = [-sum(p * np.log(p) for p in of) for of in ((3 / 4, 1 / 4), (2 / 3, 1 / 3))]
+    assert m["agent/a/label/answer_entropy"] == pytest.approx(np.mean(entropies))
+    # rewards 1 1 1 0, 1 1 0 0, 0 0: standard deviations sqrt(3)/4, 1/2, 0
+    assert m["agent/a/reward/reward_spread"] == pytest.approx((np.sqrt(3) / 4 + 1 / 2) / 3)
+    assert not any("_right" in name or "_wrong" in name for name in diagnosed(seen))
+
+
+def test_a_filter_without_verdicts():
+    """Labels right, right, right, wrong, wrong; the second and the fourth do not train."""
+    seen = [r for i in range(5) for r in rollouts("a", f"q{i}", ["1", "1"])]
+    gold = {f"q{i}": "1" if i < 3 else "2" for i in range(5)}
+    labels = TTRL().label(seen, None)
+    groups = [g for g in TTRL().reward(seen, labels, {}) if g.key[1] not in ("q1", "q3")]
+    m = diagnose(seen, labels, groups, gold, {})
+    assert m["agent/a/label/dropped_share"] == 2 / 5
+    assert (m["agent/a/label/drop_rate_right_label"], m["agent/a/label/drop_rate_wrong_label"]) == (1 / 3, 1 / 2)
+    assert m["agent/a/label/label_accuracy"] == 3 / 5 and m["agent/a/label/label_accuracy_kept"] == 2 / 3
+    assert "agent/a/label/dropped_share" not in diagnosed(seen, gold=gold)
+
+
+def test_reward_accuracy_of_every_role():
+    """Label 7, truth 8. Answers 7, 8, 9; verdicts on them; revisions 7, 9."""
+    seen = rollouts("a", "q", ["7", "8", "9", "7"])
+    checks = [
+        replace(rollout("a", "q", 0, said), prompt=verify_prompt(parent, 1))
+        for parent, said in zip(seen[:3], ("correct", "correct", "wrong"), strict=True)
+    ]
+    revised = [replace(rollout("a", "q", i, a), prompt=revise_prompt(checks[2], 2)) for i, a in enumerate(("7", "9"))]
+    whole = [*seen, *checks, *revised]
+    labels = TTRL().label(whole, None)
+    parts = (("solve", seen), ("verify", checks), ("revise", revised))
+    groups = [Group(key=(role,), rollouts=tuple(r.key for r in of), rewards=(1.0,) * len(of)) for role, of in parts]
+    m = diagnose(whole, labels, groups, {"q": "8"}, {})
+    # by label T F F T, by truth F T F F: only 9 is judged alike
+    assert m["agent/a/reward/reward_accuracy"] == 1 / 4
+    # by label: right, wrong, right; by truth: 7 is wrong, so "correct" is wrong; 8 is right, so right; right
+    assert m["agent/a/reward/reward_accuracy_verify"] == 1 / 3
+    assert m["agent/a/reward/reward_accuracy_revise"] == 1 / 2
+    assert m["agent/a/reward/reward_accuracy_all"] == 3 / 9
+    assert m["agent/a/engine/response_tokens_verify"] == 3 and m["agent/a/reward/reward_mean_revise"] == 1
+    # without a label the highest reward stands for it
+    assert reward_accuracy(seen, {}, groups[:1], {"q": "8"}) == {"reward/reward_accuracy": 1 / 4}
+    mixed = Group(key=("q",), rollouts=groups[0].rollouts, rewards=(0.5, 2.0, float("nan"), 1.0))
+    assert reward_accuracy(seen, {}, [mixed], {"q": "8"}) == {"reward/reward_accuracy": 1}
+
+
+def test_overlap_of_agents_needs_the_truth():
+    # V34, one answer per prompt
+    a = [rollout("a", f"q{i}", 0, x, n=1) for i, x in enumerate("11123451")]
+    b = [rollout("b", f"q{i}", 0, x, n=1) for i, x in enumerate("12113461")]
+    m = diagnosed(a + b, CoRL(ring=("a", "b")), gold={f"q{i}": "1" for i in range(8)})
+    named = {name: m[f"cohort/{name}/a~b"] for name in ("kappa", "complementarity", "same_wrong", "either")}
+    assert named == {"kappa": 0.5, "complementarity": 0.25, "same_wrong": 0.25, "either": 0.625}
+    blind = diagnosed(a + b, CoRL(ring=("a", "b")))
+    assert [name for name in blind if name.startswith("cohort/")] == ["cohort/agreement/a~b"]

@@ -50,6 +50,20 @@ def test_v19_truncated_importance_weights(cap, capped):
     assert sums["tis_capped_tokens"] == 1 and sums["tis_missing_tokens"] == 1
 
 
+def test_v19_gspo_from_the_configuration():
+    b = batch([0.0, 0.0, 0.0])
+    logprobs = torch.tensor([0.1, -0.2, 0.3])
+    cfg = LossConfig(ratio_level="sequence", clip_low=3e-4, clip_high=4e-4, tis_cap=None)
+    loss, sums = loss_of(logprobs, b, cfg)
+    assert loss.item() == pytest.approx(-1.0004)
+    assert summarize({k: float(v) for k, v in sums.items()})["ratio"] == pytest.approx(1.068939, abs=1e-6)
+    assert summarize({k: float(v) for k, v in sums.items()})["clip_share"] == 1.0
+    token, _ = loss_of(logprobs, b, cfg.model_copy(update={"ratio_level": "token"}))
+    assert token.item() == pytest.approx(-(1.0004 + 0.818731 + 1.0004) / 3, abs=1e-6)
+    with pytest.raises(ValueError, match="ratio_level"):
+        LossConfig(ratio_level="word")
+
+
 def test_no_cap_means_no_weight():
     loss, sums = loss_of(torch.tensor([-2.0]), batch([-2.0], [-3.5]), NO_TIS)
     assert loss == -1 and sums["tis_weight_sum"] == 1 and sums["tis_capped_tokens"] == 0

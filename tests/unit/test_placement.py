@@ -2,7 +2,8 @@
 
 import pytest
 
-from megarl.backends.cluster import Node, plan_nodes
+from megarl.backends.cluster import Node
+from megarl.backends.placement import plan_nodes
 
 A, B = Node("a" * 8, "10.0.0.1", 8), Node("b" * 8, "10.0.0.2", 8)
 
@@ -25,7 +26,7 @@ def test_a_larger_agent_is_cut_between_tensor_parallel_groups():
 
 
 def test_tensor_parallelism_across_nodes_is_refused():
-    with pytest.raises(ValueError, match=r"agent big: its tensor-parallel group wants 16 slots in one node.* 8 free"):
+    with pytest.raises(ValueError, match=r"agent big: its tensor-parallel groups want 16 slots in one node.* 8 free"):
         plan_nodes({A: 8, B: 8}, {"big": 16}, {"big": 16})
 
 
@@ -45,3 +46,12 @@ def test_free_slots_that_no_tensor_parallel_group_can_use():
 def test_no_node():
     with pytest.raises(ValueError, match="available 0 \\(no node\\)"):
         plan_nodes({}, {"one": 1}, {})
+
+
+def test_cuts_suit_policy_and_engine():
+    """Policy TP 4 and engine TP 3: an engine group would lie across a cut at 8."""
+    with pytest.raises(ValueError, match=r"agent big: its tensor-parallel groups want 12 slots in one node.* 8 free"):
+        plan_nodes({A: 8, B: 8}, {"big": 12}, {"big": 12})
+    twelve = {Node("c" * 8, "10.0.0.3", 12): 12, Node("d" * 8, "10.0.0.4", 12): 12}
+    assert [size for _, size in plan_nodes(twelve, {"big": 24}, {"big": 12})["big"]] == [12, 12]
+    assert plan_nodes({A: 8, B: 8}, {"whole": 8}, {"whole": 12}) == {"whole": [(A, 8)]}

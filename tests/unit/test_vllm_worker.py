@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.backends.vllm.engine import split
-from megarl.backends.vllm.worker import Request, checkpoint_names, sampled_logprobs
+from megarl.backends.vllm.worker import Request, _response, checkpoint_names, sampled_logprobs
 
 
 def logprob(value: float, rank: int) -> SimpleNamespace:
@@ -29,6 +29,13 @@ def test_every_position_has_its_own_table():
     assert sampled_logprobs([1, 0], tables).tolist() == pytest.approx([-0.1, -0.3])
     with pytest.raises(ValueError):
         sampled_logprobs([1, 0], tables[:1])
+
+
+def test_a_request_that_failed_has_no_answer():
+    response = _response(SimpleNamespace(token_ids=[], logprobs=None, finish_reason="error"))
+    assert (response.token_ids.tolist(), response.logprobs.tolist(), response.stop) == ([], [], "abort")
+    caught = _response(SimpleNamespace(token_ids=[3], logprobs=[{3: logprob(-0.1, 1)}], finish_reason="repetition"))
+    assert (len(caught.logprobs), caught.stop) == (1, "abort")
 
 
 @pytest.mark.parametrize("count, replicas, sizes", [(7, 3, [3, 2, 2]), (2, 3, [1, 1, 0]), (0, 2, [0, 0]), (4, 1, [4])])

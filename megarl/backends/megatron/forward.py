@@ -13,13 +13,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megarl.backends.megatron import head
+from megarl.backends.megatron.head import IGNORED, Differences, Question
 from megarl.backends.megatron.model import Model
 from megarl.backends.megatron.order import context_rows
 from megarl.loss import TokenBatch
+from megarl.settings import KernelsConfig
 from megarl.types import Microbatch
-from megarl_kernels import LogprobOutput, vocab_parallel_logprob
-
-IGNORED = -100
+from megarl_kernels import LogprobOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,36 +49,41 @@ def run(
     temperature: float,
     stats: Sequence[str],
     train: bool,
+    kernels: KernelsConfig,
+    differences: Differences,
 ) -> list[Any]:
     """What ``consume`` returns beside the loss, per microbatch; empty on all pipeline stages but the last.
 
     ``consume`` gets the logprobs of each response token (0 elsewhere). With ``train`` its loss is differentiated and
     gradients are summed over microbatches, data- and context-parallel ranks, with no division anywhere.
+    ``differences`` are noted where ``kernels.compare``.
     """
     groups, config = model.groups, model.config
     tp = groups.tp if groups.tp.size() > 1 else None
 
-    def take(pack: Pack, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        batch = pack.batch
-        output = vocab_parallel_logprob(
-            logits[0],
-            torch.where(batch.mask, batch.labels, IGNORED),
-            vocab_size=model.vocab_size,
-            tp_group=tp,
-            temperature=temperature,
-            ignore_index=IGNORED,
-            stats=stats,
-        )
-        loss, kept = consume(output, batch)
-        return loss, torch.zeros((), dtype=torch.int, device=logits.device), kept
+    def take(pack: Pack, answer: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        output = LogprobOutput(*answer)  # Megatron's Float16Module makes a plain tuple of it
+        loss, kept = consume(output, pack.batch)
+        return loss, torch.zeros((), dtype=torch.int, device=output.logprob.device), kept
 
     def step(iterator: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         pack: Pack = next(iterator)
+        question = Question(
+            target=torch.where(pack.batch.mask, pack.batch.labels, IGNORED),
+            temperature=temperature,
+            stats=tuple(stats),
+            vocab_size=model.vocab_size,
+            tp_group=tp,
+            kernels=kernels,
+            differences=differences,
+        )
         out = chunk(
             input_ids=pack.batch.token_ids[None],
             position_ids=pack.batch.positions[None],
             attention_mask=None,
             packed_seq_params=pack.params,
+            output_processor=head.process,
+            output_processor_context=question,
         )
         return out, partial(take, pack)
 

@@ -88,6 +88,12 @@ class Model:
         chunk: Any = self.chunk  # the attribute hides a method of torch's Module
         return list(chunk.buffers)
 
+    def largest_weight(self) -> int:
+        """Bytes of the largest tensor in ``exported``."""
+        c = self.config
+        rows = max(self.vocab_size, c.ffn_hidden_size, c.num_attention_heads * c.kv_channels)
+        return rows * c.hidden_size * self.dtype.itemsize
+
     def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, whole tensor) on every rank; all ranks must take the same number of steps.
 
@@ -179,14 +185,19 @@ def _settings(hf: PretrainedConfig, layout: LayoutConfig, dtype: torch.dtype, de
     }
 
 
-def _stages(layers: int, pp: int) -> dict[str, int]:
-    """Layers per pipeline stage: equal where possible, else the last stage, which has the head too, gets fewer."""
+def _stages(layers: int, pp: int) -> dict[str, list[list[str]]]:
+    """Layers per pipeline stage: equal where possible, else one more in the first ones. Megatron counts what the stages
+    build against the model's layers.
+    """
+    if layers < pp:
+        raise ValueError(f"layout.pp={pp} stages, but the model has num_hidden_layers={layers}")
     if layers % pp == 0:
         return {}
-    last = layers - math.ceil(layers / pp) * (pp - 1)
-    if last < 1:
-        raise ValueError(f"layout.pp={pp} is too many stages for {layers} layers")
-    return {"num_layers_in_last_pipeline_stage": last}
+    least, more = divmod(layers, pp)
+    stages = [["decoder"] * (least + (stage < more)) for stage in range(pp)]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return {"pipeline_model_parallel_layout": stages}
 
 
 def apply_overrides(provider: Any, overrides: Mapping[str, object]) -> None:

@@ -5,7 +5,7 @@ Nothing here imports Megatron: the driver stays light.
 
 import itertools
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,9 @@ from megarl.backends.buckets import roomy_folder
 from megarl.backends.megatron.order import context_rows
 from megarl.backends.megatron.records import Coordinates, UpdateResult
 from megarl.backends.protocols import WeightBucket
+from megarl.backends.scratch import BUCKET
+from megarl.backends.updates import KERNELS, take_steps
+from megarl.backends.vocabulary import check_rollouts
 from megarl.loss import summarize
 from megarl.settings import AgentConfig, BatchConfig, LossConfig
 from megarl.types import Metrics, Microbatch, Need, Rollout, RolloutKey, Sample, TokenStats
@@ -53,18 +56,19 @@ class MegatronPolicy:
         bucket_dir: Path | None = None,
     ) -> None:
         self.version = 0
-        self._agent = agent
         self._layout = agent.layout
         self._ranks = ranks
         self._tokens = tokens_per_microbatch
         self._writers = frozenset(writers)
         self._bucket_dir = bucket_dir
         self._places: list[Coordinates] = ranks.call_all("coordinates")
+        self._vocab_size: int = ranks.call_all("vocab_size")[0]
 
     def measure(self, rollouts: Sequence[Rollout], needs: frozenset[Need]) -> dict[RolloutKey, TokenStats]:
         """Statistics of every rollout's response tokens under the present weights; {} for no rollouts."""
         if not rollouts:
             return {}
+        check_rollouts(rollouts, self._vocab_size)
         shards = self._pack(packing.from_rollouts(rollouts), self._tokens)
         answers = self._ranks.call_each("measure", self._per_rank([(shard, needs) for shard in shards]))
         found: dict[int, dict[str, np.ndarray]] = {}
@@ -79,27 +83,16 @@ class MegatronPolicy:
     def update(
         self, samples: Sequence[Sample], loss: LossConfig, batch: BatchConfig, learning_rates: Sequence[float]
     ) -> Metrics:
-        """One optimizer step per learning rate over equal parts of the samples; metrics averaged over the steps taken.
-
-        ``skipped_steps`` counts steps whose gradient was not finite: the weights did not move. ``tokens`` and
-        ``microbatches`` (per rank) are sums. An empty part takes no step.
-        """
-        reports = []
-        for part, lr in zip(packing.minibatches(samples, len(learning_rates)), learning_rates, strict=True):
-            if packing.response_tokens(part):  # nothing to learn from: not even Adam's moments may move
-                reports.append(self._step(part, loss, batch, lr))
+        """See Policy."""
+        report = take_steps(samples, learning_rates, lambda part, lr: self._step(part, loss, batch, lr))
         self.version += 1
-        if not reports:
-            return {"tokens": 0.0, "microbatches": 0.0, "skipped_steps": 0.0}
-        totals = {"tokens", "microbatches", "skipped_steps"}
-        return {name: sum(r[name] for r in reports) / (1 if name in totals else len(reports)) for name in reports[0]}
+        return report
 
     def _step(self, part: Sequence[Sample], loss: LossConfig, batch: BatchConfig, lr: float) -> Metrics:
         shards = self._pack(part, batch.tokens_per_microbatch)
         tokens, sequences = packing.response_tokens(part), packing.num_sequences(part)
-        kl_coef = loss.kl_coef if self._agent.kl_coef is None else self._agent.kl_coef
         results: list[UpdateResult] = self._ranks.call_each(
-            "update", self._per_rank([(shard, loss, tokens, sequences, lr, kl_coef) for shard in shards])
+            "update", self._per_rank([(shard, loss, tokens, sequences, lr) for shard in shards])
         )
         told = [r.sums for r in results if r.sums]
         sums = {name: sum(one[name] for one in told) for name in told[0]}
@@ -108,15 +101,16 @@ class MegatronPolicy:
             "skipped_steps": 0.0 if results[0].applied else 1.0,
             "tokens": float(tokens),
             "microbatches": float(len(shards[0])),
+            **_largest([r.differences for r in results]),
         }
 
-    def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+    def weights(self, bucket_bytes: int) -> Generator[WeightBucket, None, None]:
         """All weights under their Hugging Face names, bucket by bucket; a bucket's file goes when the next is asked."""
-        directory = self._bucket_dir or roomy_folder(bucket_bytes)
-        stem = f"megarl-{uuid.uuid4().hex}"
-        self._ranks.call_all("begin_export")
+        largest = max(self._ranks.call_all("begin_export"))  # a tensor larger than a bucket has a file of its own
+        directory = self._bucket_dir or roomy_folder(max(bucket_bytes, largest))
+        stem = f"{BUCKET}{uuid.uuid4().hex}"
         for count in itertools.count():
-            path = directory / f"{stem}-{count}.safetensors"
+            path = directory / f"{stem}-{count}" / "bucket.safetensors"
             writes = [(str(path), bucket_bytes, rank in self._writers) for rank in range(self._layout.world)]
             names, nbytes = self._ranks.call_each("next_bucket", writes)[0]
             if not names:
@@ -124,7 +118,7 @@ class MegatronPolicy:
             try:
                 yield WeightBucket(path=path, names=names, nbytes=nbytes)
             finally:
-                self._ranks.call_all("remove", str(path))
+                self._ranks.call_all("remove_bucket")
 
     def save(self, path: Path) -> None:
         """Weights, optimizer and version into ``path``, a directory (made if missing) that all ranks can write to."""
@@ -164,3 +158,12 @@ class MegatronPolicy:
         for cp, part in parts:
             whole[context_rows(microbatch.cu_seqlens, self._layout.cp, cp)] = part
         return whole
+
+
+def _largest(differences: Sequence[dict[str, float]]) -> Metrics:
+    """Over all ranks; a NaN, which compares with nothing, is kept."""
+    found: dict[str, list[float]] = {}
+    for one in differences:
+        for name, value in one.items():
+            found.setdefault(KERNELS + name, []).append(value)
+    return {name: float(np.max(values)) for name, values in found.items()}

@@ -18,3 +18,4 @@ class UpdateResult(NamedTuple):
     sums: dict[str, float]  # loss metrics added up over this rank's tokens; empty where it computes no loss
     grad_norm: float  # before clipping
     applied: bool  # false: the gradient was not finite and the weights did not move
+    differences: dict[str, float]  # between fused head and logits since the last update; empty without kernels.compare

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +16,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megarl.backends.megatron import checkpoint, cpu
-from megarl.backends.megatron.forward import Pack, run
+from megarl.backends.megatron.forward import Consume, Pack, run
+from megarl.backends.megatron.head import Differences, describe
 from megarl.backends.megatron.model import Optimizer, build_model, process_groups
 from megarl.backends.megatron.records import Coordinates, UpdateResult
+from megarl.backends.scratch import Scratch, hold
 from megarl.loss import TokenBatch, pg_loss
-from megarl.settings import AgentConfig, LossConfig
+from megarl.settings import AgentConfig, KernelsConfig, LossConfig
 from megarl.types import Microbatch, Need
 from megarl_kernels import LogprobOutput
 
@@ -37,6 +40,7 @@ class MegatronWorker:
         keep_reference: bool = False,
         threads: int = 1,
         overrides: Mapping[str, object] | None = None,
+        kernels: KernelsConfig | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         torch.set_num_threads(threads)
@@ -54,15 +58,23 @@ class MegatronWorker:
         self.groups = process_groups(agent.layout)
         self.model = build_model(agent, self.groups, self.device, overrides or {})
         self.optimizer = Optimizer(agent.optimizer, self.model)
+        if dist.get_rank() == 0:
+            print(describe(self.model.parameters()[0], kernels or KernelsConfig()), flush=True)
         self.temperature = temperature
+        self.kernels = kernels or KernelsConfig()
+        self._differences = Differences()
         self._reference = [p.detach().cpu().clone() for p in self.model.parameters()] if keep_reference else None
         self._export: Iterator[tuple[str, torch.Tensor]] | None = None
         self._pending: tuple[str, torch.Tensor] | None = None
+        self._bucket: Scratch | None = None  # where this rank has written what it exports
         self._resident = True
 
     def coordinates(self) -> Coordinates:
         g = self.groups
         return Coordinates(dp=g.dp.rank(), pp=g.pp.rank(), cp=g.cp.rank(), tp=g.tp.rank())
+
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
 
     @property
     def _answers(self) -> bool:
@@ -82,11 +94,11 @@ class MegatronWorker:
             return output.logprob.sum(), {name: value.float().cpu().numpy() for name, value in found.items()}
 
         packs = [Pack.of(m, self.model, self.device) for m in microbatches]
-        found = run(self.model, packs, keep, temperature=self.temperature, stats=tuple(stats.values()), train=False)
+        found = self._run(packs, keep, stats=tuple(stats.values()), train=False)
         if "reference" in needs:
             stats = {}
             with self._reference_weights():
-                reference = run(self.model, packs, keep, temperature=self.temperature, stats=(), train=False)
+                reference = self._run(packs, keep, stats=(), train=False)
             for here, there in zip(found, reference, strict=True):
                 here["reference"] = there["logprobs"]
         return found if self._answers else []
@@ -111,7 +123,6 @@ class MegatronWorker:
         num_tokens: int,
         num_sequences: int,
         lr: float,
-        kl_coef: float,
     ) -> UpdateResult:
         """One optimizer step; the counts are of the whole step, over all ranks. A bad gradient leaves the weights."""
         self._check_resident("update")
@@ -120,19 +131,45 @@ class MegatronWorker:
 
         def share(output: LogprobOutput, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             return pg_loss(
-                output.logprob, batch, loss, num_tokens=num_tokens, num_sequences=num_sequences, kl_coef=kl_coef
+                output.logprob,
+                batch,
+                loss,
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+                kl_coef=loss.kl_coef,
+                context_sum=self._context_sum if self.groups.cp.size() > 1 else None,
             )
 
         packs = [Pack.of(m, self.model, self.device) for m in microbatches]
-        sums = run(self.model, packs, share, temperature=self.temperature, stats=(), train=True)
+        sums = self._run(packs, share, stats=(), train=True)
         grad_norm, applied = self.optimizer.step(lr)
-        return UpdateResult(_added(sums) if self._answers else {}, grad_norm, applied)
+        return UpdateResult(_added(sums) if self._answers else {}, grad_norm, applied, self._differences.take())
 
-    def begin_export(self) -> None:
-        """Start over with the first weight."""
+    def _run(self, packs: Sequence[Pack], consume: Consume, *, stats: Sequence[str], train: bool) -> list[Any]:
+        return run(
+            self.model,
+            packs,
+            consume,
+            temperature=self.temperature,
+            stats=stats,
+            train=train,
+            kernels=self.kernels,
+            differences=self._differences,
+        )
+
+    def _context_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Added up over the ranks that hold pieces of the same sequences."""
+        values = values.clone()
+        dist.all_reduce(values, group=self.groups.cp)
+        return values
+
+    def begin_export(self) -> int:
+        """Start over with the first weight; returns the bytes of the largest."""
         self._check_resident("export")
+        self.remove_bucket()  # of an export that was given up
         self._export = self.model.exported()
         self._pending = None
+        return self.model.largest_weight()
 
     def next_bucket(self, path: str, bucket_bytes: int, writes: bool) -> tuple[tuple[str, ...], int]:
         """Names and bytes of the next weights, up to ``bucket_bytes`` or one tensor; no names: there are no more.
@@ -158,12 +195,15 @@ class MegatronWorker:
         if not names:
             self._export = None
         elif writes:
+            self._bucket = hold(Path(path).parent)
             save_file(taken, path)
         return tuple(names), size
 
-    def remove(self, path: str) -> None:
-        """Delete a bucket's file on this node, if it is here."""
-        Path(path).unlink(missing_ok=True)
+    def remove_bucket(self) -> None:
+        """Delete the file that this rank wrote last, if it did."""
+        if self._bucket is not None:
+            self._bucket.close()
+            self._bucket = None
 
     def save(self, path: str, version: int) -> None:
         self._check_resident("save")

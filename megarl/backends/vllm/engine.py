@@ -1,21 +1,20 @@
 """The driver's handle on an agent's vLLM engine: its replicas, their share of the work, and their phases."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from megarl.backends.cluster import Placement, WorkerGroup, WorkerLost
 from megarl.backends.phase import EnginePhase
+from megarl.backends.placement import Placement
 from megarl.backends.protocols import WeightBucket
 from megarl.backends.vllm.worker import Request, Response, VllmWorker, process_env
+from megarl.backends.vocabulary import check_prompt
+from megarl.backends.workers import WorkerGroup
 from megarl.chat import Chat
 from megarl.settings import AgentConfig, SamplingConfig
-from megarl.types import Prompt, Rollout, RolloutKey, Seed
-
-log = logging.getLogger(__name__)
+from megarl.types import Prompt, Rollout, Seed
 
 CLOSE_TIMEOUT_S = 30.0  # vLLM itself gives its processes 5 s to end, and as much after a signal
 
@@ -42,7 +41,6 @@ class VllmEngine:
         self._max_model_len = max_model_len
         self._stream = None if agent.seed is None else str(agent.seed)
         self._phase = EnginePhase()
-        log.info("%s: responses end with token ids %s", name, list(chat.stop_ids))
         kwargs = {
             "model": agent.model,
             "dtype": agent.dtype,
@@ -71,9 +69,8 @@ class VllmEngine:
         for prompt in prompts:
             ids = self._render(prompt, sampling.max_tokens)
             for index in range(prompt.n):
-                key = RolloutKey(prompt.agent, prompt.uid, prompt.role, prompt.parent, index)
                 wanted.append((prompt, index))
-                requests.append(Request(ids, seed.sample(key, self._stream)))
+                requests.append(Request(ids, seed.sample(prompt.key(index), self._stream)))
         shares = split(requests, self._workers.world)
         answered = self._workers.call_each("generate", [(share, sampling) for share in shares])
         responses = [response for share in answered for response in share]
@@ -109,11 +106,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """End the replicas and vLLM's processes below them."""
-        try:
-            self._workers.call_all("close", timeout_s=CLOSE_TIMEOUT_S)
-        except (WorkerLost, TimeoutError) as error:
-            log.warning("%s: engine did not shut down in order: %s", self._name, error)
-        self._workers.close()
+        self._workers.close(farewell="close", timeout_s=CLOSE_TIMEOUT_S)
 
     def _render(self, prompt: Prompt, max_tokens: int) -> np.ndarray:
         ids = self._chat.render(prompt.messages)
@@ -122,11 +115,7 @@ class VllmEngine:
                 f"{self._name}: prompt {prompt.uid} of {len(ids)} tokens and max_tokens={max_tokens} exceed the "
                 f"engine's {self._max_model_len} tokens"
             )
-        if len(ids) == 0 or int(ids.max()) >= self._chat.vocab_size:
-            raise ValueError(
-                f"{self._name}: prompt {prompt.uid} is empty or has ids of another vocabulary "
-                f"(this one ends at {self._chat.vocab_size})"
-            )
+        check_prompt(prompt, ids, self._chat.vocab_size)
         return ids
 
     def _rollout(self, prompt: Prompt, index: int, request: Request, response: Response) -> Rollout:

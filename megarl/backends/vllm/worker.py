@@ -34,7 +34,14 @@ OWNED_ARGS = {
     "skip_tokenizer_init": "nothing: token ids go in and out",
     "enable_sleep_mode": "nothing: it follows the device",
 }
-STOPS: dict[str, Stop] = {"stop": "end", "length": "length", "abort": "abort"}
+# vLLM's FINISH_REASON_STRINGS: "error" is an internal one of a single request, "repetition" that of a detector
+STOPS: dict[str, Stop] = {
+    "stop": "end",
+    "length": "length",
+    "abort": "abort",
+    "error": "abort",
+    "repetition": "abort",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +264,7 @@ def process_env(device: str) -> dict[str, str]:
 def _response(output: Any) -> Response:
     return Response(
         token_ids=np.asarray(output.token_ids, dtype=np.int32),
-        logprobs=sampled_logprobs(output.token_ids, output.logprobs),
+        logprobs=sampled_logprobs(output.token_ids, output.logprobs or ()),  # None where nothing was sampled
         stop=STOPS[output.finish_reason],
     )
 
