@@ -12,8 +12,9 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megarl.answers import equal as judging
 from megarl.answers.equal import Judgement, Outcome, canonical, judge
@@ -24,7 +25,7 @@ from megarl.answers.solvers import Question, Reply, ask
 from megarl.settings import AnswersConfig
 from tests.unit.answer_pairs import DIFFERENT, EQUAL
 
-DRIVER_SECONDS = 1.0  # of CPU, that one answer may cost this process
+DRIVER_SECONDS = 1.0  # of CPU, that one call may cost this process
 STYLES = [
     AnswersConfig(style=s)
     for s in ("boxed", "tag", "mark", "letter", "verdict_boxed", "verdict_sentence", "last-number")
@@ -160,15 +161,22 @@ def _control() -> list[Judgement]:
 
 
 def _one(text: str, neighbour: str, found: Findings) -> None:
-    start = time.process_time()
-    form = read_form(text)
+    used = 0.0
+
+    def timed(work: Callable[..., Any], *arguments: Any) -> Any:
+        nonlocal used
+        start = time.process_time()
+        out = work(*arguments)
+        used = max(used, time.process_time() - start)
+        return out
+
+    form = timed(read_form, text)
     for cfg in STYLES:
-        read_answer(text, cfg)
-        read_answer(f"so \\boxed{{{text}}}.", cfg)
-    to_itself = judge(text, text).outcome is Outcome.EQUAL
-    there, back = judge(text, "12"), judge("12", text)
-    near, reversed_near = judge(text, neighbour), judge(neighbour, text)
-    used = time.process_time() - start
+        timed(read_answer, text, cfg)
+        timed(read_answer, f"so \\boxed{{{text}}}.", cfg)
+    to_itself = timed(judge, text, text).outcome is Outcome.EQUAL
+    there, back = timed(judge, text, "12"), timed(judge, "12", text)
+    near, reversed_near = timed(judge, text, neighbour), timed(judge, neighbour, text)
     if to_itself != (form is not None) or (form is None) != (canonical(text) is None):
         found.faults.append(f"not itself: {text!r:.100}")
     if there != back or near != reversed_near:

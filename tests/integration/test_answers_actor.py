@@ -9,14 +9,13 @@ from megarl.settings import ClusterConfig
 GROUP = ["1/2", "0.5", r"\sin 30^\circ", "3"]
 
 
-class Voter:
-    """Its methods run on the actor's event loop, off the main thread."""
-
-    async def vote(self, answers):
-        return vote(answers)
-
-
 def test_case_a3_an_async_actor_votes(tmp_path):
+    class Voter:  # here, so that it travels by value
+        """Its methods run on the actor's event loop, off the main thread."""
+
+        async def vote(self, answers):
+            return vote(answers)
+
     made = connect(ClusterConfig(device="cpu", gpus_per_node=1), tmp_path)
     try:
         voter = ray.remote(Voter).options(max_concurrency=4, num_cpus=0).remote()

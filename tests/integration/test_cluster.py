@@ -10,8 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import remove_placement_group
 
 from megarl.backends.cluster import WorkerLost, connect
 from megarl.backends.placement import Placement, place
@@ -215,17 +213,6 @@ def test_a_port_that_was_taken_meanwhile_is_drawn_again(placements, tmp_path, ca
     assert "bob/policy: refuse() failed" in caplog.text and "batch.tokens is not for clerks" in caplog.text
     psutil.wait_procs([process for process in psutil.process_iter() if process.pid == pid], timeout=30)
     assert not psutil.pid_exists(pid)
-
-
-def test_a_loss_that_is_no_plain_death_is_told(cluster):
-    """Ray has many words for it; the slot was given back under the worker's feet."""
-    placement = place(cluster, {"eve": 1}, one_node={}, timeout_s=20)["eve"]
-    remove_placement_group(cluster.groups.pop())
-    with pytest.raises(
-        WorkerLost, match=r"eve/policy rank 0 of 1 .* died during its start \(\w+: .*\); log: "
-    ) as caught:
-        WorkerGroup(placement, "eve/policy", Clerk, [{}])
-    assert isinstance(caught.value.__cause__, RayError) and not isinstance(caught.value.__cause__, RayActorError)
 
 
 def test_placing_is_undone_with_the_cluster(cluster, placements):

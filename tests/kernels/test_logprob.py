@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 
@@ -194,3 +196,9 @@ def test_case_h9_empty():
 def test_errors(options, words):
     with pytest.raises(ValueError, match=words):
         vocab_parallel_logprob(torch.zeros(2, 4), torch.tensor([0, 1]), **options)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="here the interpreter takes CPU tensors")
+def test_compiled_kernels_refuse_cpu_tensors():
+    with pytest.raises(ValueError, match=r"backend='triton'.*CPU tensor"):
+        vocab_parallel_logprob(torch.zeros(2, 4), torch.tensor([0, 1]), backend="triton")

@@ -1,4 +1,4 @@
-"""The Triton kernels on CPU tensors, by Triton's interpreter; ``test_logprob_triton.py`` starts this file.
+"""The Triton kernels on CPU tensors, by Triton's interpreter; ``test_interpreted.py`` starts this file.
 
 Not collected by itself: the interpreter is chosen when the kernels are imported, for the whole process.
 """
@@ -29,7 +29,7 @@ def test_head_against_float64_and_torch(options):
 
 
 def test_offsets_beyond_31_bits():
-    """case: int32 offsets; an int32 product would leave the allocation, which ends the process."""
+    """An int32 product would leave the allocation, which ends the process."""
     cases.far_rows("triton")
     cases.far_gradient(logprob_triton)
 
