@@ -6,10 +6,13 @@ engine (``workers``) share them.
 
 import logging
 import os
+import signal
 import socket
 import tempfile
+import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -111,10 +114,23 @@ def connect(cfg: ClusterConfig, run_dir: Path) -> Cluster:
     return Cluster(device=device, config=cfg, run_dir=run_dir, nodes=nodes, scratch=scratch)
 
 
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray puts handlers of its own in place of the driver's, which exit or abort it unseen: put the driver's back."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+
 def _join(address: str, timeout_s: float) -> None:
     _wait_for_port(address, timeout_s)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        with _own_signals():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"cluster.address={address}: no Ray cluster can be joined there ({reason})") from error
@@ -165,7 +181,7 @@ def _start_ray(**settings: Any) -> None:
     """``ray.init``, tried again where its raylet was late: Ray allows it 30 s, which a busy machine may exceed."""
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
-            with loopback_only():
+            with loopback_only(), _own_signals():
                 ray.init(**settings)
             return
         except Exception as error:  # Ray raises this very class there, and its subclasses elsewhere

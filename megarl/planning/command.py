@@ -57,7 +57,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--response-share", type=float, default=Expectations().response_share, help="mean / max_tokens")
     parser.add_argument("--response-spread", type=float, default=Expectations().spread, help="sigma of log tokens")
     parser.add_argument("--refit", choices=("gathered", "planned"), default="gathered")
-    parser.add_argument("--logits", choices=("whole", "chunked"), default="whole")
     parser.add_argument("--config-dir", type=Path, help="a folder of your own experiment/, algo/ ... YAML files")
     return parser
 
@@ -73,7 +72,7 @@ def _problem(cfg: RunConfig, args: Any, expect: Expectations, *, free: bool) -> 
     return Problem(
         needs=needs,
         choices=choices_of(cfg, needs, free=free),
-        setting=setting_of(cfg, DEVICES[args.device], load_rates(args.rates), logits=args.logits, refit=args.refit),
+        setting=setting_of(cfg, DEVICES[args.device], load_rates(args.rates), refit=args.refit),
         saves=cfg.checkpoint.every_steps is not None,
         placement=args.placement,
     )

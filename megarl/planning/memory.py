@@ -46,6 +46,7 @@ class Training:
     microbatches: int  # per data-parallel rank and update
     recompute: Recompute = "none"
     logits: Logits = "whole"
+    workspace_bytes: int = 512 << 20  # of the head: settings.KernelsConfig
     itemsize: int = 2  # of weights: 2 bfloat16, 4 float32
     keep_reference: bool = False
     optimizer: Literal["adam", "sgd"] = "adam"
@@ -59,7 +60,6 @@ class Overheads:
     communicator: float = 0.3  # NCCL buffers of one group of more than one rank
     engine_graphs: float = 1.2  # vLLM's captured graphs: they survive its sleep
     fragmentation: float = 0.04  # of activations
-    logprob_workspace: float = 0.25  # megarl_kernels.logprob
     free: float = 1.5  # left alone on every GPU
     policy_process: float = 4.0  # host, of one rank: libraries and pinned staging
     engine_process: float = 5.0  # host, of one engine rank
@@ -154,8 +154,7 @@ def train_memory(shape: Shape, layout: Layout, training: Training, stage: int, o
         gradients=state.gradients,
         optimizer=state.optimizer,
         activations=activations * (1 + over.fragmentation),
-        # the gradient of the logits is as large as they are
-        logits=_logits(shape, layout, training, over, copies=2) if stage == layout.pp - 1 else 0.0,
+        logits=_head(shape, layout, training, trains=True) if stage == layout.pp - 1 else 0.0,
         overhead=_resident(layout, over) + _engine_asleep(over),
     )
 
@@ -170,7 +169,7 @@ def measure_memory(shape: Shape, layout: Layout, training: Training, stage: int,
         gradients=state.gradients,
         optimizer=state.optimizer,
         activations=activations * (1 + over.fragmentation),
-        logits=_logits(shape, layout, training, over, copies=1) if stage == layout.pp - 1 else 0.0,
+        logits=_head(shape, layout, training, trains=False) if stage == layout.pp - 1 else 0.0,
         overhead=_resident(layout, over) + _engine_asleep(over),
     )
 
@@ -241,12 +240,17 @@ def host_bytes_per_rank(
     return waiting + (over.policy_process + over.engine_process) * GIB
 
 
-def _logits(shape: Shape, layout: Layout, training: Training, over: Overheads, copies: int) -> float:
-    workspace = over.logprob_workspace * GIB
-    if training.logits == "chunked":
-        return 2 * workspace
-    width = math.ceil(shape.vocab / layout.tp)
-    return copies * training.itemsize * training.tokens_per_microbatch * width + workspace
+def _head(shape: Shape, layout: Layout, training: Training, *, trains: bool) -> float:
+    """Whole: a pack's logits, and their gradient, which is as large. Chunked (megarl_kernels.linear_logprob): one
+    chunk's, the rows of hidden states, and in training the weight's gradient in float32 and once more as it is added.
+    """
+    width, a, tokens = math.ceil(shape.vocab / layout.tp), training.itemsize, training.tokens_per_microbatch
+    if training.logits == "whole":
+        return training.workspace_bytes + (2 if trains else 1) * a * tokens * width
+    rows = a * tokens * shape.hidden
+    if not trains:
+        return training.workspace_bytes + rows
+    return training.workspace_bytes + 2 * rows + (4 + a) * width * shape.hidden
 
 
 def _resident(layout: Layout, over: Overheads) -> float:

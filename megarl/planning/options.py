@@ -93,6 +93,7 @@ class Setting:
     overheads: Overheads = field(default_factory=Overheads)
     bucket_bytes: int = 256 << 20
     logits: Logits = "whole"
+    workspace_bytes: int = 512 << 20
     refit: Refit = "gathered"
 
     @property
@@ -156,6 +157,7 @@ def training_of(need: Need, layout: Layout, choice: Choice, setting: Setting) ->
         microbatches=max(1, round(need.microbatches_of_an_update / per_rank)),
         recompute=choice.recompute,
         logits=setting.logits,
+        workspace_bytes=setting.workspace_bytes,
         itemsize=need.itemsize,
         keep_reference=need.keep_reference,
         optimizer="sgd" if need.optimizer == "sgd" else "adam",
@@ -262,7 +264,9 @@ class Estimator:
         tokens = choice.tokens_per_microbatch
         return {
             "measure": measure_seconds(shape, layout, device, need.work, tokens, rates),
-            "train": train_seconds(shape, layout, device, need.work, tokens, choice.recompute, rates),
+            "train": train_seconds(
+                shape, layout, device, need.work, tokens, choice.recompute, rates, self.setting.logits
+            ),
             "handover": handover_seconds(shape, layout, device, rates),
         }
 

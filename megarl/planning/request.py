@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from megarl.config import RunConfig
 from megarl.planning.devices import Device
-from megarl.planning.memory import Layout, Logits, Recompute
+from megarl.planning.memory import Layout, Recompute
 from megarl.planning.models import read_shape
 from megarl.planning.options import Choice, Machine, Need, Setting
 from megarl.planning.steptime import Rates, Refit
@@ -68,13 +68,12 @@ def recompute_of(megatron: Mapping[str, Any]) -> Recompute:
     return "mlp" if granularity == "selective" and "mlp" in (megatron.get("recompute_modules") or ()) else "none"
 
 
-def setting_of(
-    cfg: RunConfig, device: Device, rates: Rates, *, logits: Logits = "whole", refit: Refit = "gathered", nodes: int = 0
-) -> Setting:
+def setting_of(cfg: RunConfig, device: Device, rates: Rates, *, refit: Refit = "gathered", nodes: int = 0) -> Setting:
     return Setting(
         machine=Machine(device=device, nodes=nodes or cfg.cluster.nodes, gpus_per_node=cfg.cluster.gpus_per_node),
         rates=rates,
         bucket_bytes=cfg.reshard.bucket_bytes,
-        logits=logits,
+        logits="chunked" if cfg.kernels.fused_head else "whole",
+        workspace_bytes=cfg.kernels.workspace_bytes,
         refit=refit,
     )

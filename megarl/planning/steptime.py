@@ -16,7 +16,7 @@ import numpy as np
 
 from megarl.planning.devices import Device
 from megarl.planning.lengths import Lengths
-from megarl.planning.memory import Layout, Recompute, engine_weights, policy_state, stage_layers
+from megarl.planning.memory import Layout, Logits, Recompute, engine_weights, policy_state, stage_layers
 from megarl.planning.memory import Training as TrainingMemory
 from megarl.planning.models import Shape
 
@@ -89,7 +89,7 @@ class Workload:
 # ---------------------------------------------------------------- policy
 
 
-def pass_seconds(
+def pass_seconds(  # noqa: PLR0913
     shape: Shape,
     layout: Layout,
     device: Device,
@@ -101,6 +101,7 @@ def pass_seconds(
     passes: float,
     rates: Rates,
     recompute: Recompute = "none",
+    head_again: bool = False,
 ) -> float:
     """Seconds of ``tokens`` through the policy, ``passes`` forward equivalents each (1 forward, 3 with backward).
 
@@ -112,10 +113,12 @@ def pass_seconds(
     reached = device.bf16_flops * efficiency * (rates.moe_efficiency if shape.experts else 1.0)
     stages = stage_layers(shape.layers, layout.pp)
     head = 2 * per_rank * shape.table
+    head_passes = passes + head_again  # a chunked head makes its logits once more for the backward pass
     layers = shape.forward_flops(per_rank, context) - head
     again = {"none": 0.0, "mlp": _mlp_share(shape), "full": 1.0}[recompute]
     slowest = max(
-        (layers * (passes + again) * count_ / shape.layers + (head * passes if i == layout.pp - 1 else 0.0)) / layout.tp
+        (layers * (passes + again) * count_ / shape.layers + (head * head_passes if i == layout.pp - 1 else 0.0))
+        / layout.tp
         for i, count_ in enumerate(stages)
     )
     seconds = slowest / reached + _collectives(shape, layout, device, per_rank, passes + again, stages[0], rates)
@@ -155,6 +158,7 @@ def train_seconds(
     tokens_per_microbatch: int,
     recompute: Recompute,
     rates: Rates,
+    logits: Logits = "whole",
 ) -> float:
     """All optimizer steps of a step: passes, the reduction of gradients, and Adam over its shard."""
     tokens = work.tokens * work.trained_share / work.updates
@@ -168,6 +172,7 @@ def train_seconds(
         efficiency=rates.train_efficiency,
         passes=3.0,
         recompute=recompute,
+        head_again=logits == "chunked",
         rates=rates,
     )
     state = policy_state(shape, layout, TrainingMemory(tokens_per_microbatch=1, microbatches=1), 0)

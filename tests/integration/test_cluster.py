@@ -258,3 +258,31 @@ def test_a_killed_driver_leaves_nothing(tmp_path):
     alive = psutil.wait_procs(workers, timeout=30)[1]
     assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert folder in sweep(folder.parent, RAY) and not folder.exists()
+
+
+ENDED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from megarl import cli
+from megarl.backends.cluster import connect
+from megarl.settings import ClusterConfig
+
+def wait(argv):
+    cluster = connect(ClusterConfig(device="cpu", gpus_per_node=1), Path(sys.argv[1]))
+    try:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+        time.sleep(60)
+    finally:
+        cluster.close()
+        print("closed")
+
+cli.VERBS["wait"] = wait
+cli.main(["wait"])
+"""
+
+
+def test_sigterm_closes_the_cluster(tmp_path):
+    """Ray would end the driver itself, with its own code and nothing closed."""
+    done = subprocess.run([sys.executable, "-c", ENDED, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert "closed" in done.stdout and "ended by SIGTERM" in done.stderr

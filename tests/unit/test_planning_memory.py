@@ -10,6 +10,7 @@ from megarl.planning.memory import (
     engine_weights,
     kv_tokens,
     layer_activations,
+    measure_memory,
     policy_state,
     refit_memory,
     rollout_memory,
@@ -74,9 +75,12 @@ def test_a_pipeline_keeps_as_many_microbatches_as_stages_follow():
 def test_logits_whole_or_chunked():
     whole = Training(tokens_per_microbatch=16384, microbatches=1)
     logits = train_memory(LLAMA, Layout(), whole, 0, OVER).logits
-    assert logits == 2 * 2 * 16384 * 128256 + 0.25 * GIB
-    chunked = Training(tokens_per_microbatch=16384, microbatches=1, logits="chunked")
-    assert train_memory(LLAMA, Layout(), chunked, 0, OVER).logits == 0.5 * GIB
+    assert logits == 2 * 2 * 16384 * 128256 + (512 << 20)
+    chunked = Training(tokens_per_microbatch=16384, microbatches=1, logits="chunked", workspace_bytes=1 << 20)
+    # the head's gradient in float32 and bfloat16, hidden states and their gradient
+    by_hand = (1 << 20) + 6 * 128256 * 4096 + 2 * 2 * 16384 * 4096
+    assert train_memory(LLAMA, Layout(), chunked, 0, OVER).logits == by_hand
+    assert measure_memory(LLAMA, Layout(), chunked, 0, OVER).logits == (1 << 20) + 2 * 16384 * 4096
 
 
 def test_the_engine_repeats_heads_that_are_fewer_than_ranks():
