@@ -7,6 +7,8 @@ from megarl.demo.warmstart import Recipe
 
 SMALL = [
     *(f"agents.{name}.{part}=reference" for name in ("qwen", "llama") for part in ("backend", "engine.backend")),
+    "agents.qwen.layout.tp=1",
+    "agents.llama.layout.pp=1",
     "steps=2",
     "batch.prompts_per_step=4",
     "batch.samples_per_prompt=4",

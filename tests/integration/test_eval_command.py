@@ -123,4 +123,4 @@ def test_results_and_steps_that_are_not_there(run, capsys):
     assert megarl("eval", "--run", run, "--out", run / "eval" / "again") == 2
     assert "holds results already" in capsys.readouterr().err
     assert megarl("eval", "--run", run, "evaluation.sampling.max_tokens=256", "--out", run / "x") == 2
-    assert "fills the 256 positions of agents.ann" in capsys.readouterr().err
+    assert "max_position_embeddings=256" in capsys.readouterr().err
