@@ -98,7 +98,7 @@ def test_the_shipped_rates_are_the_fit():
 def test_the_committed_table_is_what_the_command_prints(capsys):
     assert run(["published", "--markdown"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    page = (CONFIG_DIR.parent / "docs" / "planning.md").read_text(encoding="utf-8")
+    page = (CONFIG_DIR.parent / "megarl" / "planning" / "README.md").read_text(encoding="utf-8")
     assert len(printed) == len(ROWS) + 3
     assert "\n".join(printed[:-1]) in page
     median, worst = held_out(load_rates())
