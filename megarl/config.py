@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from yaml import YAMLError
 
 from megarl.algos import AnyAlgorithm
 from megarl.algos.corewarding import CoRewarding
@@ -256,6 +257,8 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> RunConf
 
 def compose_raw(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, Any]:
     """What the YAML files and overrides say, unchecked."""
+    if config_dir is not None and not config_dir.is_dir():
+        raise ValueError(f"--config-dir {config_dir}: no such folder")
     folders = [CONFIG_DIR, *([config_dir.resolve()] if config_dir else [])]
     search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[1:])}]"]
     try:
@@ -263,7 +266,7 @@ def compose_raw(overrides: Sequence[str], config_dir: Path | None = None) -> dic
         with initialize_config_dir(str(CONFIG_DIR), version_base=None):
             composed = hydra_compose("train", overrides=[_settle(*pair, folders) for pair in parsed] + search)
         raw = OmegaConf.to_container(composed, resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ValueError(" ".join(str(error).split())) from error
     assert isinstance(raw, dict)
     chosen = {over.key_or_group: over.value() for _, over in parsed}

@@ -201,3 +201,12 @@ def test_printing_the_resolved_run(folder):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "samples_per_prompt: 16" in done.stdout
+
+
+def test_a_folder_of_experiments_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match="no such folder"):
+        compose(["+experiment=mine"], tmp_path / "nowhere")
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("a: [")
+    with pytest.raises(ValueError, match=r"while parsing"):
+        compose(["+experiment=mine"], tmp_path)
