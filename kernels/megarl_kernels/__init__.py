@@ -1,4 +1,4 @@
-"""Numerical kernels of policy-gradient training on language models; needs torch and nothing else."""
+"""Numerical kernels of policy-gradient training on language models; needs torch and numpy and nothing else."""
 
 from megarl_kernels.advantage import grouped_advantage
 from megarl_kernels.head import linear_logprob
