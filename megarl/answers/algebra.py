@@ -10,6 +10,7 @@ squarefree integers are linearly independent over the rationals, pi is transcend
 """
 
 import math
+import re
 from fractions import Fraction
 
 CONSTANTS = frozenset({"\\pi", "e", "i", "\\infty"})
@@ -25,6 +26,7 @@ _PRIMES = [p for p in range(2, 1000) if all(p % q for q in range(2, math.isqrt(p
 _SURE = 1000**3  # a cofactor below it without a prime factor below 1000 is a prime, a product of two, or a square
 _ROOT = "root:"
 _I = "i"
+_INSIDE = re.compile(r"[\[*]([^\[\]*^(),]+)(?=[\]*^])")  # the plain atoms in the spelling of a function
 
 
 class TooLarge(ArithmeticError):
@@ -58,6 +60,12 @@ def variables(poly: Poly) -> set[str]:
     """Plain atoms that stand for no number of their own."""
     names = {name for monomial in poly for name, _ in monomial}
     return {n for n in names if "(" not in n and not n.startswith(_ROOT) and n not in CONSTANTS}
+
+
+def holds_letters(poly: Poly) -> bool:
+    """Does the value depend on a variable, on its own or within a function?"""
+    names = {inside for monomial in poly for name, _ in monomial for inside in _INSIDE.findall(name)}
+    return bool(variables(poly)) or any(not n.startswith(_ROOT) and n not in CONSTANTS for n in names)
 
 
 def constant(poly: Poly) -> Fraction | None:

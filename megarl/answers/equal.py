@@ -211,7 +211,7 @@ def _is_nonzero(difference: algebra.Poly) -> bool:
 
 
 def _prints(a: Form, b: Form, replies: Sequence[Reply]) -> Judgement:
-    """By the prints in each setting: the letters positive with "log" to 10 and to e, and the letters negative."""
+    """By the prints in each setting: the letters positive with "log" to 10 and to e, and letters negative."""
     first, second = (_comparable(r["prints"]) for r in replies)
     same = [p == q for p, q in zip(first, second, strict=True)]
     if all(same):
@@ -224,7 +224,7 @@ def _prints(a: Form, b: Form, replies: Sequence[Reply]) -> Judgement:
         return Judgement(Outcome.DIFFERENT, "different values")
     if not (same[0] and same[1]):
         return Judgement(Outcome.UNDECIDED, "it depends on the base of log")
-    if _LEFT not in (first[2], second[2]):
+    if any(p != q and _LEFT not in (p, q) for p, q in zip(first[2:], second[2:], strict=True)):
         return Judgement(Outcome.DIFFERENT, "different values where the letters are negative")
     return Judgement(Outcome.UNDECIDED, "equal where the letters are positive")
 
@@ -232,8 +232,8 @@ def _prints(a: Form, b: Form, replies: Sequence[Reply]) -> Judgement:
 def _comparable(prints: Sequence[Sequence[Any]]) -> list[str]:
     """The digits; where they are real for positive letters and not for negative ones, no more than that."""
     digits = [str(p[0]) for p in prints]
-    if len(prints[0]) > 1 and not prints[0][1] and (len(prints[2]) < 2 or prints[2][1]):
-        digits[2] = _LEFT
+    if len(prints[0]) > 1 and not prints[0][1]:
+        digits[2:] = [_LEFT if len(p) < 2 or p[1] else d for d, p in zip(digits[2:], prints[2:], strict=True)]
     return digits
 
 

@@ -61,7 +61,9 @@ def _equation(sides: list[str], read: Read) -> Form:
     polys = [_poly(s) for s in sides]
     if len(sides) == 2 and polys[0] is not None and polys[1] is not None:
         try:
-            return _zero("equation", algebra.add(polys[0], algebra.negate(polys[1])))
+            difference = algebra.add(polys[0], algebra.negate(polys[1]))
+            if algebra.holds_letters(difference):
+                return _zero("equation", difference)
         except algebra.TooLarge:
             pass
     return unordered("equal:", forms)
