@@ -122,7 +122,10 @@ def power(base: Poly, exponent: Poly) -> Poly:
         size = max(coefficient.numerator.bit_length(), coefficient.denominator.bit_length())
         if size > 1 and size * abs(n) > 2 * MAX_BITS:  # too long to write out: towers stay as they are spelt
             return _symbolic_power(base, b, exponent, e)
-        out = number(coefficient**n)
+        raised = coefficient**n
+        if max(raised.numerator.bit_length(), raised.denominator.bit_length()) > MAX_BITS:
+            return _symbolic_power(base, b, exponent, e)
+        out = number(raised)
         for name, k in monomial:
             out = multiply(out, _atom_power(name, k * n))
         return out

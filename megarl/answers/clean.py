@@ -63,7 +63,9 @@ _DEGREE = re.compile(
     r"|\\degrees?(?![A-Za-z])|(?<=[\d)}])\s*\\circ(?![A-Za-z]|\s*[A-Za-z(\\])"  # f \circ g has no degrees
     rf"|\^?\{{?\s*(?<=\d)\s*{_TEXT_OPENS}deg(?:ree)?s?\b\s*\}}?"
 )
-_PERCENT = re.compile(rf"\\?%(?!\s*[\d(]|[A-Za-z])|\s*{_TEXT_OPENS}\b(?:per ?cent|percentage points?|pct)\b\.?\s*\}}?", re.IGNORECASE)
+_PERCENT = re.compile(
+    rf"\\?%(?!\s*[\d(]|[A-Za-z])|\s*{_TEXT_OPENS}\b(?:per ?cent|percentage points?|pct)\b\.?\s*\}}?", re.IGNORECASE
+)
 _CURRENCY = re.compile(r"\\(?:\$|pounds|euro)(?![A-Za-z])|\b(?:US|USD)\s*(?=\$?\d)")
 _TEXT = r"\\(?:text|textbf|textit|textnormal|textrm|textsf|texttt|textup|emph|mathrm|mbox|hbox|operatorname\*?)"
 _FONT = re.compile(
@@ -98,7 +100,7 @@ _LAST_WORDS = re.compile(r"(?<=\d)\s*(?:\\[a-z]+\s*\{)?\s*([A-Za-z]{2,}(?:[ /-][
 _MEANING = re.compile(
     r"\b(?:and|or|if|is|are|when|where|for|mod|modulo|not|to|only|except|through|even|odd|prime|positive|negative|am|pm"
     r"|a\.m|p\.m|bc|ad|heads?|tails?|north|south|east|west|left|right|up|down|true|false|yes|no|plus|minus|times|over"
-    r"|squared|cubed|factorial|d[a-z]|choose|below|above|before|after|half|then|than|of|sqrt|pi|base|remainder|degrees? [CFNSEW]"
+    r"|squared|cubed|factorial|d[a-z]|choose|below|above|before|after|half|then|than|of|sqrt|pi|base|remainder"
     r"|halves|thirds?|fourths?|quarters?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|(?:hundred|thousand|million)ths?"
     r"|more|less|fewer|least|most|older|younger|taller|shorter|longer|higher|lower|greater|smaller|larger|deeper|faster"
     r"|slower|fast|slow|early|late|earlier|later|ago|hence|ahead|behind|inwards?|outwards?|upwards?|downwards?|forwards?"
@@ -114,8 +116,8 @@ _SENTENCE = re.compile(
 _GLUE = re.compile(r"(?<=\d)\\!(?=\d)")
 _BOLD = r"\\(?:mathbf|boldsymbol|bm|vec)\s*\{\s*[A-Za-z]\s*\}"
 _CROSS = re.compile(rf"({_BOLD})\s*\\times\s*({_BOLD})")
-_BASE = re.compile(r"(?<=[\dA-Za-z)])\s*_\s*\{?\s*(two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)\s*\}?(?![a-z])",
-                   re.IGNORECASE)  # fmt: skip
+_BASES = "two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
+_BASE = re.compile(rf"(?<=[\dA-Za-z)])\s*_\s*\{{?\s*({_BASES})\s*\}}?(?![a-z])", re.IGNORECASE)
 _JOINED = re.compile(r"\s*[,;]?\s+(?:and|or)\s+(?=\S)|\s*;\s*")
 _INEQUALITY = re.compile(r"<|>|\\(?:le|ge|ne)(?![A-Za-z])")
 _OR, _AND = re.compile(r"\s*,?\s+or\s+(?=\S)"), re.compile(r"\s*,?\s+and\s+(?=\S)")
@@ -207,8 +209,7 @@ def without_unit(text: str) -> str:
     """The text without the unit behind its number; "million" and its like multiply instead.
 
     Where several numbers stand in it with a unit each, such as 3 ft, 4 in, the units say which is which, and stay."""
-    units = [m[1] for part in _PARTS.split(text) if (m := _LAST_WORDS.search(part))]
-    if len({u.lower().removesuffix("s") for u in units}) > 1:
+    if units_differ(text):
         return text
     for pattern in (_UNIT_KNOWN, _UNIT_PLAIN, _ORDINAL):
         text = pattern.sub("", text)
@@ -222,9 +223,19 @@ def without_unit(text: str) -> str:
             scaled = _SCALE.get(words) or _SCALE[scale]
             return head if _MEANING.search(unit) and words not in _SCALE else f"{head}*{scaled}"
         plain = pattern is _UNIT_WORDS
-        if words and not _MEANING.search(words) and not (plain and _FACTORS.fullmatch(words) and not _is_unit(found[1])):
+        if (
+            words
+            and not _MEANING.search(words)
+            and not (plain and _FACTORS.fullmatch(words) and not _is_unit(found[1]))
+        ):
             return head
     return text
+
+
+def units_differ(text: str) -> bool:
+    """Is it a list of amounts of different things?"""
+    units = [m[1] for part in _PARTS.split(text) if (m := _LAST_WORDS.search(part))]
+    return len({u.lower().removesuffix("s") for u in units}) > 1
 
 
 def _is_unit(word: str) -> bool:

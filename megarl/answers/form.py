@@ -10,16 +10,16 @@ import threading
 from functools import lru_cache
 
 from megarl.answers import algebra
-from megarl.answers.clean import clean, ungroup, without_unit
+from megarl.answers.clean import clean, ungroup, units_differ, without_unit
 from megarl.answers.expression import TooDeep, Unreadable, read_expression
 from megarl.answers.relations import RELATION, read_relation
 from megarl.answers.shapes import (
     CLOSE,
     EMPTY,
+    INFINITY,
     LINE,
     NAME,
     OPEN,
-    INFINITY,
     Form,
     as_text,
     common,
@@ -42,6 +42,7 @@ _CHOICE = re.compile(r"\(([A-J])\)\s*\S.*|(?:[Oo]ption|[Cc]hoice)\s*\(?([A-J])\)
 _PROSE = re.compile(
     r"(?<![A-Za-z\\])(?:[A-Za-z]{4,}|to|of|at|if|is|or|by|no|on|as|so|the|per|for|are|one|two|six|ten)(?![A-Za-z])"
 )  # a product of letters, read so, would forget their order
+_LABELED = re.compile(r"\(?([A-Ja-j]|[ivx]{1,4})\)\s*([^\s,;:=<>+*/^_\\-].*)")
 _MATRIX = re.compile(r"[(\[]?\s*\\begin ?\{matrix\}(.*)\\end ?\{matrix\}\s*[)\]]?", re.DOTALL)
 _NAMED = re.compile(
     rf"\s*({NAME}(?:\s*\(\s*{NAME}(?:\s*,\s*{NAME})*\s*\))?|(?![xyz])[A-Za-z]'?\s*\(\s*-?\d+\s*\)|\(\s*{NAME}(?:\s*,\s*{NAME})+\s*\)"
@@ -217,7 +218,13 @@ def _collection(text: str, depth: int) -> Form | None:
 
 
 def _list(parts: list[str], depth: int) -> Form:
-    parts = [without_unit(p) for p in parts]
+    labeled = [_LABELED.fullmatch(p) for p in parts]
+    if len(parts) > 1 and len({m[1] for m in labeled if m is not None}) == len(parts):  # (a) 3, (b) 5
+        return unordered(
+            "set", (ordered(f"named:{m[1]}=", (_node(m[2], depth + 1),)) for m in labeled if m is not None)
+        )
+    if not units_differ(",".join(parts)):
+        parts = [without_unit(p) for p in parts]
     if any("\\ldots" in p for p in parts):
         return ordered("sequence:", (_node(p, depth + 1) for p in parts))
     if len(parts) == 1:

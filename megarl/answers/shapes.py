@@ -96,7 +96,9 @@ def _end(form: Form) -> float | Fraction | None:
 def _interval(span: _Span) -> Form:
     (low, after), (high, before) = span
     ends = [
-        number(algebra.negate(INFINITY) if e == -math.inf else INFINITY if e == math.inf else algebra.number(Fraction(e)))
+        number(
+            algebra.negate(INFINITY) if e == -math.inf else INFINITY if e == math.inf else algebra.number(Fraction(e))
+        )
         for e in (low, high)
     ]
     return ends[0] if low == high else ordered("(" if after else "[", ends, ")" if before else "]")
