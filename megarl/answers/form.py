@@ -200,10 +200,10 @@ def _collection(text: str, depth: int) -> Form | None:
     for joint in ("\\or", "\\cup"):
         parts = split(text, joint)
         if parts is not None and len(parts) > 1 and all(p.strip() for p in parts):
-            return union([_node(p, depth + 1) for p in parts])
+            return union(_by_letter(parts, depth))
     parts = split(text, "\\and")
     if parts is not None and len(parts) > 1:
-        return common([_node(p, depth + 1) for p in parts])
+        return common(_by_letter(parts, depth))
     for joint in ("\\vee", "\\wedge"):
         parts = split(text, joint)
         if parts is not None and len(parts) > 1 and all(p.strip() for p in parts):
@@ -235,7 +235,7 @@ def _list(parts: list[str], depth: int) -> Form:
         values = {m[1].strip(): p[m.end() :] for m, p in zip(found, parts, strict=True) if m is not None}
         if not any(RELATION.search(v) for v in values.values()) and not set(names) & letters("".join(values.values())):
             return ordered("(", (_node(values[n], depth + 1) for n in sorted(values)), ")")
-    forms = [_node(p, depth + 1) for p in parts]
+    forms = _by_letter(parts, depth)
     if len(set(names)) > 1:
         labels = [m[1].strip() if m is not None else "" for m in found]
         forms = [ordered(f"named:{name}=", (f,)) for name, f in zip(labels, forms, strict=True)]
@@ -244,6 +244,15 @@ def _list(parts: list[str], depth: int) -> Form:
     if len(set(names)) <= 1:
         forms = [f for part, form in zip(parts, forms, strict=True) for f in _members(part, form)]
     return unordered("set", forms)
+
+
+def _by_letter(parts: list[str], depth: int) -> list[Form]:
+    """The forms of statements; with the letter that each is about, where they are about several: x > 1, y < 2."""
+    forms = [_node(p, depth + 1) for p in parts]
+    about = [frozenset(letters(p)) if _INEQUALITY.search(p) else frozenset[str]() for p in parts]
+    if len({a for a in about if a}) < 2:
+        return forms
+    return [ordered(f"on {'*'.join(sorted(a))}:", (f,)) if a else f for a, f in zip(about, forms, strict=True)]
 
 
 def _members(text: str, form: Form) -> tuple[Form, ...]:

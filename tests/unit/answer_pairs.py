@@ -47,6 +47,7 @@ EQUAL = {
         (r"\{\sec^2 y, 1\}", r"\{1, 1+\tan^2 y\}"), ("a,b", "b,a"), (r"\{5\}", "5"),
     ],
     "interval": [
+        (r"x > 1 \text{ and } y < 2", r"y < 2 \text{ and } x > 1"),
         (r"(-\infty,0]\cup[0,\infty)", r"\mathbb{R}"),
         (r"[1,2]\cup(2,3)", r"[1,3)"),
         (r"(0,1)\cup\{1\}", r"(0,1]"),
@@ -194,6 +195,10 @@ DIFFERENT = {
         ("((1,2),3)", "(1,(2,3))"), ("(1,2)", "12"), ("(x,y)=(1,2)", "(y,x)=(1,2)"),
     ],
     "interval": [
+        (r"x > 1 \text{ and } y < 2", r"1 < x < 2"),
+        (r"x > 1, y > 1", r"x > 1"),
+        (r"x<1 \text{ or } y>2", r"x<1 \text{ or } x>2"),
+        (r"|x|<y", r"|x|<1"),
         (r"(0,1)\cup(1,2)", r"(0,2)"),
         (r"[1,2)\cup(2,3]", r"[1,3]"),
         (r"x>1 \text{ and } x<2", r"x>1 \text{ or } x<2"),
@@ -257,6 +262,7 @@ DIFFERENT = {
         (r"\sum_{k=1}^{10^{8}} \frac1k", "19"), (r"\prod_{k=1}^{10} k", r"\prod_{k=1}^{11} k"),
     ],
     "unit": [
+        (r"5\% \text{ increase}", r"5\% \text{ decrease}"),
         ('5 January', '5 February'),
         ('5 January', '5'),
         ('2020-01-02', '2020-02-01'),
