@@ -21,9 +21,10 @@ def spread(
 ) -> list[Sample]:
     """One sample per group member, in group order then member order; its advantage is its group's baseline applied.
 
-    Members without a finite reward (NaN) enter no mean and come out masked, with advantage 0. Of a group of "solve" rollouts
-    only the first ``train_samples_per_prompt`` in index order train (null: all), and selection precedes the baseline:
-    neither depends on rewards, lengths or arrival order. mode="batch" takes the deviation over one agent's groups.
+    Members without a finite reward (NaN) enter no mean and come out masked, with advantage 0. Of a group of "solve"
+    rollouts only the first ``train_samples_per_prompt`` in index order train (null: all), and selection precedes the
+    baseline: neither depends on rewards, lengths or arrival order. mode="batch" takes the deviation over one agent's
+    groups.
     """
     groups = [first_in_order(g, train_samples_per_prompt) for g in groups]
     members = [(key, reward) for g in groups for key, reward in zip(g.rollouts, g.rewards, strict=True)]
