@@ -104,7 +104,7 @@ _MEANING = re.compile(
     r"|halves|thirds?|fourths?|quarters?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|(?:hundred|thousand|million)ths?"
     r"|more|less|fewer|least|most|older|younger|taller|shorter|longer|higher|lower|greater|smaller|larger|deeper|faster"
     r"|slower|fast|slow|early|late|earlier|later|ago|hence|ahead|behind|inwards?|outwards?|upwards?|downwards?|forwards?"
-    r"|backwards?|(?:counter|anti)?-?clockwise|wins?|loss(?:es)?|decreased?|off|profit|gain(?:ed)?|lost|inclusive|exclusive|between"
+    r"|backwards?|(?:counter|anti)?-?clockwise|wins?|loss(?:es)?|decreased?|off|noon|midnight|profit|gain(?:ed)?|lost|inclusive|exclusive|between"
     rf"|{_MONTHS})\b",
     re.IGNORECASE,
 )

@@ -1,4 +1,4 @@
-"""Equality of answers: an equivalence relation with three outcomes.
+r"""Equality of answers: an equivalence relation with three outcomes.
 
 Two answers are equal when their forms have one key, or when the values in them are proven equal by their prints (198
 digits at generic points, see numeric). Each of these is a property of one answer alone, so equality is symmetric and
@@ -9,8 +9,10 @@ What is decided where opinions differ: a percent sign, a degree mark, a currency
 not 0.28; degrees inside of sin count); case does not matter in words and lone letters; a bare list, a "2 and 5" and a
 set are the set of their members, a list of one is that one; x = 5 is 5, x = 1, y = 2 is (1, 2); 2/4 is 1/2; decimals
 are exact, 0.3333 is not 1/3; 2x < 6 is the interval (-infinity, 3); 37_8 is 31; 2:4 is not 1:2, as clock times are
-not; "log" without a base is undecided where the base matters. math-verify's verdicts are not used: its reader and
-sympy work out integrals, sums and limits only.
+not; "log" without a base is undecided where the base matters; amounts of different things (3 ft, 4 in) keep their
+units, and letters side by side (2 ab, \pi rh) are factors and no unit; pieces of the line with rational ends are joined
+or cut where they touch, and statements of different letters stay apart. math-verify's verdicts are not used: its reader
+and sympy work out integrals, sums and limits only.
 """
 
 import logging
@@ -33,6 +35,7 @@ _MAX_SURE = 150  # characters of a closed value up to which its print is taken t
 _UNORDERED = ("set", "union", "all:", "equal:", "unequal:")
 _DEEP = "deep:"
 _POSITIVE_BASE = re.compile(r"pow\(\+[0-9a-f/]+\[\],")
+_JUMPS = re.compile(r"(?:floor|ceil)\(")
 _LEFT = "not real"
 _log = logging.getLogger(__name__)
 
@@ -216,6 +219,8 @@ def _prints(a: Form, b: Form, replies: Sequence[Reply]) -> Judgement:
     same = [p == q for p, q in zip(first, second, strict=True)]
     if all(same):
         lossy = any(len(p) > 2 and p[2] for r in replies for p in r["prints"])
+        # generic points are no integers: floor(x) + 1 is ceil(x) there, and not everywhere
+        lossy |= any(_JUMPS.search(f.key) and f.poly is not None and algebra.holds_letters(f.poly) for f in (a, b))
         closed = [f for f in (a, b) if not f.open]
         if lossy or any(len(f.key) > _MAX_SURE for f in closed) or first[0].startswith("undefined"):
             return Judgement(Outcome.UNDECIDED, "they agree in all digits that were computed")

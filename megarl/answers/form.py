@@ -191,7 +191,9 @@ def _point(name: str, value: str, depth: int) -> Form | None:
     values = _brackets(value.strip(), depth + 1)
     if values is None or len(values.parts) != len(names):
         return _node(value, depth + 1)
-    pairs = sorted(zip(names, values.parts, strict=True), key=lambda pair: pair[0])
+    pairs = list(zip(names, values.parts, strict=True))
+    if "\\" not in name:  # (r, \theta) has an order of its own
+        pairs.sort(key=lambda pair: pair[0])
     return ordered(value.strip()[0], (v for _, v in pairs), value.strip()[-1])
 
 

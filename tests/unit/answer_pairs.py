@@ -37,6 +37,7 @@ EQUAL = {
         ("2 500", "2500"), (r"1\ 000", "1000"), ("1,000, 2,000", "1000, 2000"),
     ],
     "collection": [
+        (r"(r,\theta)=(2,\pi)", r"(2,\pi)"),
         (r"\{2,4,8\}", r"\left\{8,2,4\right\}"), ("1, 2, 3", "3, 2, 1"), (r"3 \text{ or } 7", "7, 3"),
         (r"\{4,4\}", r"\{4\}"), ("x=2, x=-2", r"\{-2,2\}"), (r"x = 1 \text{ or } x = 4", "1 and 4"),
         ("n=2,3,4", "2,3,4"), ("(1, 2)", r"\left(1,2\right)"), ("(x,y)=(1,2)", "(1,2)"), ("x=1, y=2", "y=2, x=1"),
@@ -262,6 +263,7 @@ DIFFERENT = {
         (r"\sum_{k=1}^{10^{8}} \frac1k", "19"), (r"\prod_{k=1}^{10} k", r"\prod_{k=1}^{11} k"),
     ],
     "unit": [
+        (r"12:00 noon", r"12:00 midnight"),
         (r"5\% \text{ increase}", r"5\% \text{ decrease}"),
         ('5 January', '5 February'),
         ('5 January', '5'),
@@ -313,6 +315,7 @@ DIFFERENT = {
 }  # fmt: skip
 
 UNDECIDED = [
+    (r"\lfloor x \rfloor + 1", r"\lceil x \rceil"),  # not where x is an integer
     (r"\ln(ab)", r"\ln a+\ln b"),  # equal where the letters are positive
     (r"\log 100", "2"),  # to the base 10, but not to e
     (r"\sum_{k=1}^{10^{9}} \frac{1}{k^2}", "1.6449340658482264"),  # all digits that are known agree
