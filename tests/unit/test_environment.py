@@ -83,7 +83,7 @@ def test_every_checkout_runs_its_own_code(tmp_path):
 
 
 def test_packages_are_compiled_where_python_may_not(tmp_path):
-    """Half of a rank's start is compiling, where every process does it again; one file that is no Python 3 is passed by."""
+    """Else every process compiles again, half of a rank's start; a file that is no Python 3 is passed by."""
     site = tmp_path / "lib" / "python3.12" / "site-packages"
     site.mkdir(parents=True)
     (tmp_path / "bin").mkdir()
