@@ -106,6 +106,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < least:
             raise ValueError(f"--{name} {value}: at least {least}")
+    if not args.timeout > 0:
+        raise ValueError(f"--timeout {args.timeout}: more than 0 seconds")
     _check_places(args)
     _check_who(args)
     return args
