@@ -94,14 +94,15 @@ def reworded(reply: Reply, problem: str) -> tuple[str | None, str | None]:
         return None, reply.fault
     if not reply.complete:
         return None, "cut by max_tokens"
-    blocks = _BLOCK.findall(final_part(reply.text))
-    if len(blocks) != 1:
-        return None, f"{len(blocks) or 'no'} <problem> block{'s' if blocks else ''}"
-    text = blocks[0].strip()
+    said = final_part(reply.text)
+    block = _BLOCK.search(said)
+    if block is None:
+        return None, "no <problem> block"
+    if said.count("<problem>") > 1 or said.count("</problem>") > 1:
+        return None, "more than one <problem> block"
+    text = block[1].strip()
     if not text:
         return None, "empty <problem> block"
-    if "<problem>" in text:
-        return None, "a <problem> in the <problem>"
     if _plain(text) == _plain(problem):
         return None, "the same words again"
     if text.count("\\boxed") > problem.count("\\boxed"):

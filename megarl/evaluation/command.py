@@ -160,9 +160,7 @@ def _own_set(cfg: RunConfig) -> ExamSet:
     return ExamSet(name=name, data=data, answers=cfg.answers)
 
 
-def prepared(
-    cfg: RunConfig, sets: Sequence[ExamSet], max_tokens: str = "evaluation.sampling.max_tokens"
-) -> RunConfig:
+def prepared(cfg: RunConfig, sets: Sequence[ExamSet], max_tokens: str = "evaluation.sampling.max_tokens") -> RunConfig:
     """The configuration with engines that take every turn and without reference models; ``max_tokens`` is what the
     user knows the length of a response by."""
     settings = cfg.evaluation
