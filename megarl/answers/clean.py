@@ -115,7 +115,11 @@ _SENTENCE = re.compile(
 )
 _GLUE = re.compile(r"(?<=\d)\\!(?=\d)")
 _BOLD = r"\\(?:mathbf|boldsymbol|bm|vec)\s*\{\s*[A-Za-z]\s*\}"
+_UNBRACED = re.compile(r"(\\(?:mathbf|mathrm|boldsymbol|bm|vec)) ([A-Za-z])(?![A-Za-z])")
 _CROSS = re.compile(rf"({_BOLD})\s*\\times\s*({_BOLD})")
+# matrices side by side do not change places; small letters are unit vectors, of which no product is written so
+_BOLD_CAPITAL = r"\\(?:mathbf|boldsymbol|bm)\s*\{\s*[A-Z]\s*\}"
+_MATRICES = re.compile(rf"({_BOLD_CAPITAL}(?:\s*\^\s*(?:\{{[^{{}}]*\}}|\\?\w+))?)\s*(?={_BOLD_CAPITAL})")
 _BASES = "two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
 _BASE = re.compile(rf"(?<=[\dA-Za-z)])\s*_\s*\{{?\s*({_BASES})\s*\}}?(?![a-z])", re.IGNORECASE)
 _JOINED = re.compile(r"\s*[,;]?\s+(?:and|or)\s+(?=\S)|\s*;\s*")
@@ -135,7 +139,8 @@ def clean(text: str) -> str:
     """The answer without what only changes its look. Empty where nothing is left."""
     # blanks are single before every pattern that allows some: a run of them would cost its square or its cube
     text = _unwrap(_COLOR.sub("", _CURRENCY.sub(" ", _single(ascii_math(text)))))
-    text = _CROSS.sub(r"\1 \\crossed \2", _GLUE.sub("", text))
+    text = _UNBRACED.sub(r"\1{\2}", text)
+    text = _MATRICES.sub(r"\1 \\crossed ", _CROSS.sub(r"\1 \\crossed \2", _GLUE.sub("", text)))
     text = _single(_SPACING.sub(" ", _SEPARATOR.sub("", text)))
     for pattern, plain in _SYNONYMS:
         text = pattern.sub(plain, text)

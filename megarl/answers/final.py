@@ -2,6 +2,8 @@
 
 import re
 
+NEAR_END = 1_000_000  # characters at the end that are looked through word by word: 300,000 tokens or so
+
 # a token that ends a turn, wherever it was left in the text: what follows was never said
 _END = re.compile(
     r"<\|(?:im_end|endoftext|eot_id|end_of_text|end|eom_id|return|eos|fim_end|endofassistant)\|>"

@@ -4,6 +4,7 @@ import re
 
 from megarl.answers.boxes import last_box
 from megarl.answers.clean import clean
+from megarl.answers.final import NEAR_END
 from megarl.answers.form import MAX_LENGTH
 
 # an answer that says nothing but a letter, or a letter and what it stands for
@@ -50,7 +51,7 @@ def letter(text: str, options: str) -> str | None:
         found = _of(box, options)
         if found is not None:
             return found or None
-    found = _announced(text, options)
+    found = _announced(text[-NEAR_END:], options)
     if found is not None:
         return found or None
     lines = [line for line in text.splitlines() if line.strip()]

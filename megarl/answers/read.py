@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megarl.answers.boxes import boxed, last_box
 from megarl.answers.equal import canonical
-from megarl.answers.final import final_part
+from megarl.answers.final import NEAR_END, final_part
 from megarl.answers.form import MAX_LENGTH
 from megarl.answers.letter import letter
 from megarl.answers.verdict import read_verdict
@@ -78,6 +78,6 @@ def tagged(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number, without thousands separators."""
-    numbers = _NUMBER.findall(text)
+    """The last number, without thousands separators; of a text beyond all lengths, the last number near its end."""
+    numbers = _NUMBER.findall(text[-NEAR_END:])
     return numbers[-1].replace(",", "") if numbers else None

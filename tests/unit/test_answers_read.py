@@ -6,6 +6,7 @@ import pytest
 
 from megarl.answers.final import final_part
 from megarl.answers.form import MAX_LENGTH
+from megarl.answers.letter import letter
 from megarl.answers.read import last_number, read_answer, read_answers
 from megarl.answers.verdict import read_verdict
 from megarl.settings import AnswersConfig
@@ -247,6 +248,13 @@ def test_tags_marks_and_fallbacks(text, cfg, answer):
 def test_last_number(text, number):
     assert last_number(text) == number
     assert read_answer(text, AnswersConfig(style="last-number")) == number
+
+
+def test_megabytes_are_looked_through_at_their_end_alone():
+    long = "\\input{x} 5 " * 400_000
+    assert last_number(long + "so 7") == "7"
+    assert letter(f"The answer is A. {long} The answer is B.", "ABCD") == "B"
+    assert letter(f"The answer is A. {long}", "ABCD") is None
 
 
 def test_case_a13_cut_responses_do_not_vote():
