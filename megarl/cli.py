@@ -149,11 +149,19 @@ def plan(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def reshard(argv: Sequence[str]) -> int:
+    """What a refit moves over which links, without weights or GPUs: megarl reshard --explain +experiment=NAME [--json]"""
+    from megarl.reshard_command import run
+
+    return run(argv)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "answers": answers,
     "plan": plan,
+    "reshard": reshard,
     "diversity": diversity,
     "demo": demo,
 }

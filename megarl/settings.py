@@ -187,6 +187,7 @@ class LayoutConfig(Section):
     pp: int = Field(default=1, ge=1)
     cp: int = Field(default=1, ge=1)
     dp: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1, description="expert parallel, over the cp * dp ranks; `reshard --explain` only")
     sp: bool = Field(default=False, description="sequence parallel, inside the tensor-parallel group")
 
     @property
@@ -204,9 +205,8 @@ class LayoutConfig(Section):
         return math.lcm(self.sequence_multiple, self.cp * self.tp if self.sp else 1)
 
     def __str__(self) -> str:
-        parts = [
-            f"{k.upper()}{v}" for k, v in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp), ("dp", self.dp)) if v > 1
-        ]
+        sizes = (("tp", self.tp), ("pp", self.pp), ("cp", self.cp), ("dp", self.dp), ("ep", self.ep))
+        parts = [f"{key.upper()}{size}" for key, size in sizes if size > 1]
         return "x".join(parts) + ("+SP" if self.sp else "") or "1"
 
 

@@ -225,6 +225,8 @@ def check_model(hf: PretrainedConfig, layout: LayoutConfig) -> None:
         raise ValueError("attention_bias or mlp_bias of a Llama model: Bridge does not load these biases")
     if architecture == "Qwen3ForCausalLM" and values.get("attention_bias"):
         raise ValueError("attention_bias of a Qwen3 model: Bridge does not load these biases")
+    if layout.ep > 1:
+        raise ValueError(f"layout.ep={layout.ep}: no family with experts is trained; {', '.join(FAMILIES)} have none")
     tp, heads, groups = layout.tp, hf.num_attention_heads, hf.num_key_value_heads
     if heads % tp or hf.intermediate_size % tp or (groups % tp and tp % groups):
         raise ValueError(
