@@ -1,6 +1,7 @@
 """`megarl reshard --explain`: what a refit moves between training and engine layout, without weights and GPUs."""
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from megarl.backends.shards.explain import explained, print_explained
 from megarl.backends.shards.plan import Plan, make_plan
 from megarl.backends.shards.topology import PRESETS, Topology, read_topology
 from megarl.backends.shards.training import training_layout
-from megarl.config import compose
+from megarl.config import RunConfig, compose
 from megarl.planning.calibration import load_rates
 from megarl.planning.models import read_shape
 from megarl.planning.request import layout_of
@@ -33,19 +34,25 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--topology", choices=PRESETS, default="h100-8x-ib400", metavar="PRESET", help=f"of {PRESETS}")
     parser.add_argument("--config-dir", type=Path, help="a folder of your own experiment/, algo/ ... YAML files")
     args = parser.parse_intermixed_args(argv)
-    cfg = compose(args.overrides, args.config_dir)
-    topology = read_topology(args.topology, cfg.cluster.gpus_per_node, load_rates(None).link_efficiency)
+    gc.disable()  # up to millions of small records, none of them in a cycle: looking for cycles takes half the time
+    try:
+        _explain(compose(args.overrides, args.config_dir), args.topology, as_json=args.json)
+    finally:
+        gc.enable()
+    return 0
+
+
+def _explain(cfg: RunConfig, preset: str, *, as_json: bool) -> None:
+    topology = read_topology(preset, cfg.cluster.gpus_per_node, load_rates(None).link_efficiency)
     agents: dict[str, dict[str, Any]] = {}
     console = Console(width=None if sys.stdout.isatty() else 120)
     for name, agent in cfg.agents.items():
-        data = {"model": agent.model, "layout": str(agent.layout), **explained(plan_of(agent, topology))}
-        agents[name] = data
-        if not args.json:
+        agents[name] = {"model": agent.model, "layout": str(agent.layout), **explained(plan_of(agent, topology))}
+        if not as_json:
             title = f"{agent.model} {agent.layout} to {agent.replicas} x TP{agent.engine.tp}, {topology.name}; GB (10^9)"
-            print_explained(console, name, title, data)
-    if args.json:
+            print_explained(console, name, title, agents[name])
+    if as_json:
         print(json.dumps(_as_data(cfg.experiment, topology, agents), indent=1))
-    return 0
 
 
 def plan_of(agent: AgentConfig, topology: Topology) -> Plan:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from math import prod
 
 import numpy as np
 
@@ -19,11 +18,16 @@ def sizes(box: Box) -> tuple[int, ...]:
 
 
 def volume(box: Box) -> int:
-    return prod(sizes(box))
+    found = 1
+    for start, stop in box:
+        found *= stop - start
+    return found
 
 
 def meet(one: Box, other: Box) -> Box | None:
     """What both hold; None: nothing."""
+    if one == other:
+        return one
     found = []
     for (a, b), (c, d) in zip(one, other, strict=True):
         start, stop = max(a, c), min(b, d)
@@ -38,6 +42,8 @@ def subtract(one: Box, other: Box) -> list[Box]:
     common = meet(one, other)
     if common is None:
         return [one]
+    if common == one:
+        return []
     left = []
     for axis, ((start, stop), (a, b)) in enumerate(zip(one, common, strict=True)):
         head, tail = common[:axis], one[axis + 1 :]

@@ -176,9 +176,9 @@ class _Planner:
             ("network", by_tier["network"], False),
         ]
         for tier, candidates, forwarded in stages:
+            if not left:
+                return
             for source, held in sorted(candidates, key=lambda c: (self.busy[c[0]], c[0])):
-                if not left:
-                    return
                 yield from self._from(left, rank, shard, source, held, tier, forwarded)
 
     def _from(

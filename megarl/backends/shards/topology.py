@@ -25,7 +25,7 @@ class Topology:
     def tier(self, source: int, destination: int) -> Tier:
         if source == destination:
             return "local"
-        return "nvlink" if self.node(source) == self.node(destination) else "network"
+        return "nvlink" if source // self.gpus_per_node == destination // self.gpus_per_node else "network"
 
     def bandwidth(self, tier: Tier) -> float:
         """Of a wire; bytes that stay are paced by memory."""
