@@ -150,7 +150,7 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def reshard(argv: Sequence[str]) -> int:
-    """What a refit moves over which links, without weights or GPUs: megarl reshard --explain +experiment=NAME [--json]"""
+    """What a refit moves over which links, without weights: megarl reshard --explain +experiment=NAME [--json]"""
     from megarl.reshard_command import run
 
     return run(argv)

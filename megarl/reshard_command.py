@@ -49,7 +49,9 @@ def _explain(cfg: RunConfig, preset: str, *, as_json: bool) -> None:
     for name, agent in cfg.agents.items():
         agents[name] = {"model": agent.model, "layout": str(agent.layout), **explained(plan_of(agent, topology))}
         if not as_json:
-            title = f"{agent.model} {agent.layout} to {agent.replicas} x TP{agent.engine.tp}, {topology.name}; GB (10^9)"
+            title = (
+                f"{agent.model} {agent.layout} to {agent.replicas} x TP{agent.engine.tp}, {topology.name}; GB (10^9)"
+            )
             print_explained(console, name, title, agents[name])
     if as_json:
         print(json.dumps(_as_data(cfg.experiment, topology, agents), indent=1))

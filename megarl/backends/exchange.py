@@ -6,12 +6,13 @@ inside it, and what arrived is handed to whoever holds this GPU's engine paramet
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megarl.backends.shards.boxes import sizes
+from megarl.backends.shards.boxes import sizes, volume
 from megarl.backends.shards.layout import View
 from megarl.backends.shards.plan import Copy, Plan
 from megarl.backends.shards.schedule import Round, rounds
@@ -123,7 +124,7 @@ class Exchange:
 def place(params: Mapping[str, torch.Tensor], bucket: torch.Tensor, pieces: Sequence[Piece]) -> None:
     """Copy a bucket's pieces into engine parameters, in place. Parameters are contiguous."""
     for piece in pieces:
-        values = bucket[piece.start :].as_strided(piece.shape, _row_major(piece.shape))
+        values = bucket[piece.start : piece.start + prod(piece.shape)].view(piece.shape)
         region(params[piece.into.param], piece.into, piece.shape).copy_(values)
 
 
@@ -142,7 +143,7 @@ def _mine(one: Round, rank: int) -> tuple[list[Copy], list[Copy] | None]:
 
 
 def _elements(copies: Sequence[Copy]) -> int:
-    return sum(torch.Size(sizes(copy.box)).numel() for copy in copies)
+    return sum(volume(copy.box) for copy in copies)
 
 
 def _gather(copies: Sequence[Copy], params: Mapping[str, torch.Tensor], into: torch.Tensor) -> None:
@@ -172,11 +173,3 @@ def _inside(copy: Copy, bucket: torch.Tensor, spans: Sequence[tuple[Copy, int]])
             cut = tuple(slice(c - a, d - a) for (a, _), (c, d) in zip(held.box, copy.box, strict=True))
             return whole[cut]
     raise AssertionError(f"{copy.tensor} {copy.box} is passed on, but did not arrive in this round")
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))

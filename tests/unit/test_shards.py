@@ -14,6 +14,7 @@ from megarl.backends.shards.boxes import covered, meet, sizes, subtract, volume,
 from megarl.backends.shards.engine import engine_layout
 from megarl.backends.shards.layout import Layout, View
 from megarl.backends.shards.plan import Plan, lower_bound, make_plan
+from megarl.backends.shards.schedule import rounds
 from megarl.backends.shards.topology import Topology
 from megarl.backends.shards.training import stage_slices, training_layout
 from megarl.planning import memory
@@ -179,7 +180,8 @@ def vllm_layer(shape: Shape, own: Memory, tp: int, t: int) -> Memory:
     ]
     down = [np.split(own[f"{block}down_proj.weight"], tp, 1)[t] for block in blocks]
     if shape.experts:
-        return held | {"mlp.experts.w13_weight": np.stack(wide), "mlp.experts.w2_weight": np.stack(down)}
+        stacks = {"w13_weight": np.stack(wide), "w2_weight": np.stack(down)}
+        return held | {f"mlp.experts.routed_experts.{name}": stack for name, stack in stacks.items()}
     return held | {"mlp.gate_up_proj.weight": wide[0], "mlp.down_proj.weight": down[0]}
 
 
@@ -278,9 +280,12 @@ def test_wrong_layouts_are_told_apart():
     """What the comparison above would say of a wrong description: groups not interleaved, gate and up swapped."""
     shape, hf = SHAPES["llama"], numbered(SHAPES["llama"])
     right = training_layout(shape, L(tp=2), 2)
-    for param, move in (("decoder.layers.0.self_attention.linear_qkv.weight", 6), ("decoder.layers.0.mlp.linear_fc1.weight", 6)):
+    for param, move in (
+        ("decoder.layers.0.self_attention.linear_qkv.weight", 6),
+        ("decoder.layers.0.mlp.linear_fc1.weight", 6),
+    ):
         shards = tuple(
-            tuple(replace(s, offset=(s.offset + move) % 24) if s.param == param else s for s in rank)
+            tuple(replace(s, offset=(s.offset + 6) % 24) if s.param == param else s for s in rank)
             for rank in right.shards
         )
         wrong = Layout(right.tensors, shards, right.params)
@@ -338,17 +343,43 @@ def test_a_plan_carried_out_is_what_vllm_loads_and_moves_no_byte_too_many(name):
         engine, wire = carried_out(plan, training)
         wanted = vllm(shape, hf, tp, max(1, layout.world // tp))
         assert same(engine, wanted), (layout, tp, gpus)
-        lacking = [
-            len(owned(wanted, range(r, r + 1)) - owned(training, range(r, r + 1))) for r in range(len(wanted))
-        ]
+        lacking = [len(owned(wanted, range(r, r + 1)) - owned(training, range(r, r + 1))) for r in range(len(wanted))]
         assert [lower_bound(plan.training, plan.engine, r) for r in range(len(wanted))] == [2 * n for n in lacking]
         assert plan.wire_bytes == plan.lower_bound_bytes == 2 * wire == 2 * sum(lacking)
         nodes = [range(n, n + gpus) for n in range(0, plan.world, gpus)]
         across = sum(len(owned(wanted, node) - owned(training, node)) for node in nodes)
         assert sum(plan.received("network")) == 2 * across, "what a node needs comes to it once"
-        assert [sum(plan.sent(t)) for t in ("nvlink", "network")] == [sum(plan.received(t)) for t in ("nvlink", "network")]
+        assert [sum(plan.sent(t)) for t in ("nvlink", "network")] == [
+            sum(plan.received(t)) for t in ("nvlink", "network")
+        ]
         seen += wire > 0
     assert seen > 20
+
+
+@pytest.mark.parametrize("bucket_bytes", (1, 40, 200, 10_000))
+@pytest.mark.parametrize(
+    ("name", "layout", "tp", "gpus"),
+    (("llama", L(tp=2, pp=2), 1, 2), ("qwen2", L(tp=4), 2, 2), ("qwen3_moe", L(tp=2, dp=4, ep=4), 4, 4)),
+    ids=str,
+)
+def test_rounds_do_what_the_plan_says_in_bounded_buckets(name, layout, tp, gpus, bucket_bytes):
+    """Every piece that is passed on has arrived in its own round; no piece is larger than a bucket but a row."""
+    plan = planned(name, layout, tp, gpus)
+    hf = numbered(SHAPES[name])
+    cut = rounds(plan, bucket_bytes)
+    row = 2 * max(t.shape[-1] for t in plan.engine.tensors.values())
+    assert max(r.largest() for r in cut) <= max(bucket_bytes, row * plan.world * len(SHAPES))
+    assert all(c.nbytes <= max(bucket_bytes, row) for r in cut for c in r.copies)
+    for one in cut:
+        arrived = {(c.destination, c.tensor, c.box) for c in one.first}
+        for copy in one.passed_on:
+            assert any(r == copy.source and t == copy.tensor and meet(b, copy.box) == copy.box for r, t, b in arrived)
+    whole_plan = replace(plan, copies=tuple(copy for r in cut for copy in r.copies))
+    whole_plan.check()
+    assert whole_plan.wire_bytes == plan.wire_bytes
+    engine, _ = carried_out(whole_plan, megatron(SHAPES[name], hf, layout))
+    assert same(engine, vllm(SHAPES[name], hf, tp, max(1, layout.world // tp)))
+    assert (len(cut) == 1) == (bucket_bytes == 10_000)
 
 
 def test_nothing_is_forwarded_where_the_network_is_as_fast():
@@ -412,7 +443,7 @@ def test_a_tensor_that_nobody_holds_is_named():
     with pytest.raises(ValueError, match=r"model\.norm\.weight: no training rank holds \(\(0, 6\),\)"):
         make_plan(Layout(training.tensors, shards, training.params), engine, machine(8))
     other = engine_layout(replace(DENSE, vocab=11), 1, 1, 2)
-    with pytest.raises(ValueError, match="model.embed_tokens.weight: the engine has"):
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight: the engine has"):
         make_plan(training, other, machine(8))
 
 

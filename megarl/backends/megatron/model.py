@@ -83,6 +83,11 @@ class Model:
     def parameters(self) -> list[torch.nn.Parameter]:
         return list(self.chunk.parameters())
 
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Under Megatron's own names, without those of the modules around the model."""
+        wrapped = self.chunk.module
+        return dict((wrapped.module if isinstance(wrapped, Float16Module) else wrapped).named_parameters())
+
     def buffers(self) -> list[Any]:
         """Megatron's parameter and gradient buffers."""
         chunk: Any = self.chunk  # the attribute hides a method of torch's Module

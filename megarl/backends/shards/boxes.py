@@ -71,9 +71,7 @@ def covered(box: Box, others: frozenset[Box]) -> int:
     inside = [found for other in others if (found := meet(box, other)) is not None]
     if not inside:
         return 0
-    edges = [
-        sorted({*box[axis], *(edge for other in inside for edge in other[axis])}) for axis in range(len(box))
-    ]
+    edges = [sorted({*box[axis], *(edge for other in inside for edge in other[axis])}) for axis in range(len(box))]
     cells = np.zeros([len(edge) - 1 for edge in edges], dtype=bool)
     for other in inside:
         cells[tuple(slice(e.index(a), e.index(b)) for e, (a, b) in zip(edges, other, strict=True))] = True

@@ -89,7 +89,11 @@ def print_explained(console: Console, name: str, title: str, data: dict[str, Any
     table.add_section()
     table.add_row("all", *(gigabytes(data[key]) for key in keys))
     console.print(table)
-    less = f"; a full gather moves {data['full_gather_bytes'] / data['wire_bytes']:.1f} times that" if data["wire_bytes"] else ""
+    less = (
+        f"; a full gather moves {data['full_gather_bytes'] / data['wire_bytes']:.1f} times that"
+        if data["wire_bytes"]
+        else ""
+    )
     console.print(
         f"wire {gigabytes(data['wire_bytes'])} GB = {data['wire_over_bound']:.2f} x the lower bound, "
         f"predicted {data['predicted_seconds']:.3g} s{less}, in {data['full_gather_seconds']:.3g} s or more"

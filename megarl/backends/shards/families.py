@@ -4,16 +4,14 @@ Names are those of Megatron-Bridge 0.6.2 with grouped experts and of vLLM 0.32; 
 models. ``{}`` in a name stands for the layer, ``{e}`` for the expert.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from megarl.backends.shards.layout import Tensor
 from megarl.planning.models import Shape
 
-Kind = Literal[
-    "q", "k", "v", "gate", "up", "row", "replicated", "vocabulary", "expert_gate", "expert_up", "expert_row"
-]
+Kind = Literal["q", "k", "v", "gate", "up", "row", "replicated", "vocabulary", "expert_gate", "expert_up", "expert_row"]
 FAMILIES = (
     *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
     *("MistralForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
@@ -54,9 +52,7 @@ def parts(shape: Shape, itemsize: int, *, stages: int = 1) -> list[Part]:
         found += _layer(shape, itemsize, layer)
     norm = Tensor(name="model.norm.weight", shape=(shape.hidden,), itemsize=itemsize)
     found.append(
-        Part(
-            tensor=norm, kind="replicated", place="last", training="decoder.final_layernorm.weight", engine=norm.name
-        )
+        Part(tensor=norm, kind="replicated", place="last", training="decoder.final_layernorm.weight", engine=norm.name)
     )
     if not shape.tied:
         found.append(rows("lm_head.weight", "last", "output_layer.weight", "lm_head.weight"))
@@ -78,13 +74,13 @@ def _layer(shape: Shape, itemsize: int, layer: int) -> Iterator[Part]:
             expert=expert,
         )
 
-    for letter, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
+    projections: tuple[tuple[Kind, int], ...] = (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads))
+    for letter, heads in projections:
         size, name = heads * shape.head_dim, f"self_attn.{letter}_proj"
-        kind: Kind = letter  # pyright: ignore[reportAssignmentType]
         dims = (size, shape.hidden)
-        yield part(f"{name}.weight", dims, kind, "self_attention.linear_qkv.weight", "self_attn.qkv_proj.weight")
+        yield part(f"{name}.weight", dims, letter, "self_attention.linear_qkv.weight", "self_attn.qkv_proj.weight")
         if shape.qkv_bias:
-            yield part(f"{name}.bias", (size,), kind, "self_attention.linear_qkv.bias", "self_attn.qkv_proj.bias")
+            yield part(f"{name}.bias", (size,), letter, "self_attention.linear_qkv.bias", "self_attn.qkv_proj.bias")
     output = "self_attn.o_proj.weight"
     dims = (shape.hidden, shape.heads * shape.head_dim)
     yield part(output, dims, "row", "self_attention.linear_proj.weight", output)
@@ -96,19 +92,21 @@ def _layer(shape: Shape, itemsize: int, layer: int) -> Iterator[Part]:
         for expert in range(shape.experts):
             yield from _expert(shape, part, expert)
         return
-    for name, kind in (("gate", "gate"), ("up", "up")):
+    halves: tuple[Kind, ...] = ("gate", "up")
+    for half in halves:
         dims = (shape.ffn, shape.hidden)
-        yield part(f"mlp.{name}_proj.weight", dims, kind, "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight")
+        yield part(f"mlp.{half}_proj.weight", dims, half, "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight")
     down = "mlp.down_proj.weight"
     yield part(down, (shape.hidden, shape.ffn), "row", "mlp.linear_fc2.weight", down)
 
 
-def _expert(shape: Shape, part, expert: int) -> Iterator[Part]:
+def _expert(shape: Shape, part: Callable[..., Part], expert: int) -> Iterator[Part]:
     name, wide, tall = f"mlp.experts.{expert}.", (shape.expert_ffn, shape.hidden), (shape.hidden, shape.expert_ffn)
     fused, down = "mlp.experts.linear_fc1.weight{e}", "mlp.experts.linear_fc2.weight{e}"
-    yield part(f"{name}gate_proj.weight", wide, "expert_gate", fused, "mlp.experts.w13_weight", expert)
-    yield part(f"{name}up_proj.weight", wide, "expert_up", fused, "mlp.experts.w13_weight", expert)
-    yield part(f"{name}down_proj.weight", tall, "expert_row", down, "mlp.experts.w2_weight", expert)
+    stack = "mlp.experts.routed_experts."
+    yield part(f"{name}gate_proj.weight", wide, "expert_gate", fused, f"{stack}w13_weight", expert)
+    yield part(f"{name}up_proj.weight", wide, "expert_up", fused, f"{stack}w13_weight", expert)
+    yield part(f"{name}down_proj.weight", tall, "expert_row", down, f"{stack}w2_weight", expert)
 
 
 def _norms(shape: Shape) -> Iterator[tuple[str, str, int]]:

@@ -108,7 +108,9 @@ class Layout:
             for shard in shards:
                 self._check_shard(rank, shard)
             if over := [name for name, count in self.padding(rank).items() if count < 0]:
-                raise ValueError(f"rank {rank}: shards of {over[0]} hold more elements than it has: two of them overlap")
+                raise ValueError(
+                    f"rank {rank}: shards of {over[0]} hold more elements than it has: two of them overlap"
+                )
 
     def _check_shard(self, rank: int, shard: Shard) -> None:
         shape = self.tensors[shard.tensor].shape

@@ -76,7 +76,8 @@ class Plan:
         arriving = {tier: self.received(tier) for tier in ("local", "nvlink", "network")}
         leaving = {tier: self.sent(tier) for tier in ("local", "nvlink", "network")}
         return max(
-            2 * (arriving["local"][rank] + sum(arriving[t][rank] + leaving[t][rank] for t in ("nvlink", "network")))
+            2
+            * (arriving["local"][rank] + sum(arriving[t][rank] + leaving[t][rank] for t in ("nvlink", "network")))
             / self.topology.memory_bytes_per_s
             + sum(
                 max(arriving[tier][rank], leaving[tier][rank]) / self.topology.bandwidth(tier)
@@ -115,7 +116,7 @@ def lower_bound(training: Layout, engine: Layout, rank: int) -> int:
 
 
 def make_plan(training: Layout, engine: Layout, topology: Topology) -> Plan:
-    """Raises ValueError, naming the tensor, where no training rank holds what the engine needs, or twice at one rank."""
+    """Raises ValueError, naming the tensor, where nobody holds what an engine rank needs, or it holds a box twice."""
     planner = _Planner(training, engine, topology)
     copies = [copy for name in engine.tensors for copy in planner.tensor(name)]
     return Plan(training, engine, topology, tuple(copies))

@@ -30,7 +30,7 @@ def record(
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}  # layers of the live model are registered in its own
     with set_current_vllm_config(config), torch.device("meta"):
-        model = initialize_model(vllm_config=config)
+        model: Any = initialize_model(vllm_config=config)
     recorder = _Recorder(model, tensors)
     sources = recorder.sources
     with set_current_vllm_config(config), torch.no_grad(), recorder:
@@ -43,9 +43,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, model: torch.nn.Module, tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        self.sources = {
-            t.name: torch.empty(t.shape, dtype=_dtype(t.itemsize), device="meta") for t in tensors
-        }
+        self.sources = {t.name: torch.empty(t.shape, dtype=_dtype(t.itemsize), device="meta") for t in tensors}
         self.shards: list[Shard] = []
         self.failed: dict[str, str] = {}
         self._shapes = {tensor.name: tensor.shape for tensor in tensors}
@@ -63,18 +61,18 @@ class _Recorder(TorchFunctionMode):
 
     def _note(self, into: torch.Tensor, source: torch.Tensor) -> None:
         name, param = self._source_of.get(_storage(source)), self._param_of.get(_storage(into))
-        if name is None or param is None:
+        if name is None or param is None or source.numel() == 0:
             return
         if into.shape != source.shape or into.dtype != source.dtype:
             self.failed[name] = f"{tuple(source.shape)} {source.dtype} into {tuple(into.shape)} {into.dtype} of {param}"
             return
-        placed = box_of(self._shapes[name], source.storage_offset(), tuple(source.shape), source.stride())
+        placed = box_of(self._shapes[name], int(source.storage_offset()), tuple(source.shape), source.stride())
         if placed is None:
             self.failed[name] = f"strides {source.stride()} at {source.storage_offset()} are no box of it"
             return
         box, axes = placed
         strides = tuple(0 if axis is None else into.stride()[axis] for axis in axes)
-        self.shards.append(Shard(name, box, param, into.storage_offset(), strides))
+        self.shards.append(Shard(name, box, param, int(into.storage_offset()), strides))
 
 
 def _storage(tensor: torch.Tensor) -> int:
