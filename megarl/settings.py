@@ -382,4 +382,9 @@ class GuardConfig(Section):
 
 
 class ReshardConfig(Section):
+    method: Literal["gathered", "planned"] = Field(
+        default="gathered",
+        description="gathered: every rank builds every tensor; planned: each engine rank gets its own shards and no "
+        "more (Megatron policies with vLLM engines)",
+    )
     bucket_bytes: int = Field(default=256 << 20, ge=1 << 16)

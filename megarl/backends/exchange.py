@@ -4,7 +4,7 @@ Per round every rank gathers what it sends into one buffer, all ranks exchange, 
 inside it, and what arrived is handed to whoever holds this GPU's engine parameters.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -54,20 +54,26 @@ class Exchange:
         self._world, self._group, self._dtype, self._device = world, group, dtype, device
         self._rounds = [_mine(r, self._rank) for r in rounds(plan, bucket_bytes)]
 
-    @torch.no_grad()
     def run(self, training: Mapping[str, torch.Tensor], take: Take) -> Moved:
-        """Send what this rank holds, and ``take`` every bucket that arrives; its memory is used again after that."""
+        """Send what this rank holds, and ``take`` every bucket that arrives."""
         moved = Moved()
-        for first, passed_on in self._rounds:
-            bucket, pieces, spans = self._first(first, training, moved)
-            if passed_on is not None:
-                more, more_pieces = self._passed_on(passed_on, bucket, spans, moved)
-                if more.numel():
-                    take(more, more_pieces)
-            if bucket.numel():
+        for buckets in self.rounds(training, moved):
+            for bucket, pieces in buckets:
                 take(bucket, pieces)
-            moved.rounds += 1
         return moved
+
+    def rounds(
+        self, training: Mapping[str, torch.Tensor], moved: Moved
+    ) -> Iterator[list[tuple[torch.Tensor, list[Piece]]]]:
+        """Round by round what arrives at this rank, at most two buckets; all ranks take the same number of rounds."""
+        for first, passed_on in self._rounds:
+            with torch.no_grad():
+                bucket, pieces, spans = self._first(first, training, moved)
+                buckets = [(bucket, pieces)]
+                if passed_on is not None:
+                    buckets.append(self._passed_on(passed_on, bucket, spans, moved))
+            moved.rounds += 1
+            yield [(values, held) for values, held in buckets if held]
 
     def _first(
         self, copies: Sequence[Copy], training: Mapping[str, torch.Tensor], moved: Moved

@@ -94,11 +94,16 @@ class Layout:
         """Of a rank's shards; padding is not counted."""
         return sum(volume(shard.box) * self.tensors[shard.tensor].itemsize for shard in self.shards[rank])
 
-    def padding(self, rank: int) -> dict[str, int]:
-        """Parameter -> elements that no tensor owns, where there are any."""
-        used: dict[str, int] = defaultdict(int)
+    def elements(self, rank: int) -> dict[str, int]:
+        """Parameter -> elements that shards cover."""
+        used = dict.fromkeys(self.params[rank], 0)
         for shard in self.shards[rank]:
             used[shard.param] += volume(shard.box)
+        return used
+
+    def padding(self, rank: int) -> dict[str, int]:
+        """Parameter -> elements that no tensor owns, where there are any."""
+        used = self.elements(rank)
         left = {name: prod(shape) - used[name] for name, shape in self.params[rank].items()}
         return {name: count for name, count in left.items() if count}
 

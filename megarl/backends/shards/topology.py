@@ -11,21 +11,25 @@ _BITS = {name: round(device.network_bytes_per_s * 8 / 1e9) for name, device in D
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Ranks fill nodes one after the other. Bandwidths in bytes per second, per GPU and direction, as reached."""
+    """Bandwidths in bytes per second, per GPU and direction, as reached.
+
+    Ranks fill nodes one after the other, unless ``nodes`` names every rank's.
+    """
 
     name: str
     gpus_per_node: int
     memory_bytes_per_s: float
     nvlink_bytes_per_s: float
     network_bytes_per_s: float
+    nodes: tuple[int, ...] | None = None
 
     def node(self, rank: int) -> int:
-        return rank // self.gpus_per_node
+        return rank // self.gpus_per_node if self.nodes is None else self.nodes[rank]
 
     def tier(self, source: int, destination: int) -> Tier:
         if source == destination:
             return "local"
-        return "nvlink" if source // self.gpus_per_node == destination // self.gpus_per_node else "network"
+        return "nvlink" if self.node(source) == self.node(destination) else "network"
 
     def bandwidth(self, tier: Tier) -> float:
         """Of a wire; bytes that stay are paced by memory."""

@@ -4,7 +4,9 @@ vLLM adds the methods of ``WeightLoading`` to its worker class (``worker_extensi
 ``collective_rpc``, on every tensor-parallel rank.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -13,6 +15,12 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+
+from megarl.backends.exchange import Piece, place
+from megarl.backends.shards.layout import Shard, Tensor
+from megarl.backends.vllm.record import record
+
+Files = Sequence[tuple[str, Sequence[Piece]]]  # buckets and what they hold, of one rank
 
 
 class WeightLoading:
@@ -24,6 +32,9 @@ class WeightLoading:
     vllm_config: Any  # of the worker that this class is mixed into
     model_config: Any
     model_runner: Any
+    rank: int
+
+    _boxes: "Boxes | None" = None
 
     def megarl_begin_reload(self) -> None:
         initialize_layerwise_reload(self.model_runner.get_model())
@@ -42,6 +53,86 @@ class WeightLoading:
             finalize_layerwise_reload(model, self.model_config)
             if current_platform.is_cpu():
                 _repack_heads(model)
+
+    def megarl_record(
+        self, tensors: Sequence[Tensor]
+    ) -> tuple[list[Shard], dict[str, tuple[int, ...]], dict[str, str]]:
+        """See ``record``."""
+        return record(self.vllm_config, tensors)
+
+    def megarl_begin_boxes(self, shapes: Sequence[Mapping[str, tuple[int, ...]]], padded: Sequence[set[str]]) -> None:
+        """A planned refit begins: parameters' shapes as recorded, and those with rows of no tensor, per rank."""
+        self._boxes = Boxes(self.model_runner.get_model(), shapes[self.rank], padded[self.rank])
+
+    def megarl_take(self, files: Sequence[Files]) -> None:
+        """This rank's buckets; the files may go once this has returned."""
+        assert self._boxes is not None, "megarl_take outside a planned refit"
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            for path, pieces in files[self.rank]:
+                with safe_open(path, framework="pt") as file:
+                    self._boxes.write(file.get_tensor("bucket"), pieces)
+
+    def megarl_finish_boxes(self, wanted: Sequence[Mapping[str, int]]) -> list[str]:
+        """Parameters of which not all elements came, of ``wanted`` per rank; none: the model is complete."""
+        assert self._boxes is not None, "megarl_finish_boxes outside a planned refit"
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            missing = self._boxes.finish(wanted[self.rank])
+        self._boxes = None
+        return missing
+
+
+class Boxes:
+    """Writes pieces into a model's parameters, in place where they are as their loaders left them.
+
+    On CPU vLLM packs the weights of linear layers and empties the parameters: such a one is put together beside the
+    model, and its layer packed anew as soon as all of it has come, so that few weights are held twice.
+    """
+
+    def __init__(self, model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], padded: set[str]) -> None:
+        self._model, self._shapes, self._padded = model, shapes, padded
+        self._aside: dict[str, torch.Tensor] = {}
+        self._written: dict[str, int] = dict.fromkeys(shapes, 0)
+        self._layers: dict[str, list[str]] = defaultdict(list)  # module -> its parameters
+        for name in shapes:
+            self._layers[name.rpartition(".")[0]].append(name)
+
+    def write(self, bucket: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            name = piece.into.param
+            place({name: self._open(name, bucket)}, bucket, [piece])
+            self._written[name] += prod(piece.shape)
+            if self._written[name] == prod(self._shapes[name]):
+                self._pack(name.rpartition(".")[0])
+
+    def _open(self, name: str, bucket: torch.Tensor) -> torch.Tensor:
+        if name in self._aside:
+            return self._aside[name]
+        param = self._model.get_parameter(name)
+        fits = tuple(param.shape) == tuple(self._shapes[name]) and param.dtype == bucket.dtype
+        into = param.data if fits else torch.empty(self._shapes[name], dtype=bucket.dtype, device=param.device)
+        if not fits:
+            self._aside[name] = into
+        if name in self._padded and not self._written[name]:
+            into.zero_()
+        return into
+
+    def _pack(self, layer: str) -> None:
+        """Give a layer the parameters that were put together beside it, once all of its own have come."""
+        names = self._layers[layer]
+        aside = [name for name in names if name in self._aside]
+        if not aside or any(self._written[name] != prod(self._shapes[name]) for name in names):
+            return
+        module = self._model.get_submodule(layer)
+        for name in aside:
+            setattr(module, name.rpartition(".")[2], torch.nn.Parameter(self._aside.pop(name), requires_grad=False))
+        method: Any = module.quant_method
+        method.process_weights_after_loading(module)
+
+    def finish(self, wanted: Mapping[str, int]) -> list[str]:
+        missing = sorted(name for name, count in wanted.items() if self._written[name] != count)
+        if not missing and current_platform.is_cpu():
+            _repack_heads(self._model)
+        return missing
 
 
 def _repack_heads(model: torch.nn.Module) -> None:

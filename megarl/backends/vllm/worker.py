@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.backends.shards.layout import Tensor
 from megarl.settings import EngineConfig, SamplingConfig
 from megarl.types import Stop
 
@@ -147,6 +148,34 @@ class VllmWorker:
             raise ValueError(
                 f"{len(missing)} of {len(self._expected)} weights never came in the refit: {_some(missing)}"
             )
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache: requests are still running")
+
+    def record(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Per rank: shards, shapes of parameters, tensors that cannot be recorded (see vllm.record)."""
+        return self._llm.collective_rpc("megarl_record", args=(list(tensors),))
+
+    def begin_boxes(self, shapes: Sequence[Mapping[str, tuple[int, ...]]], padded: Sequence[set[str]]) -> None:
+        """A planned refit; one that was given up half-way, of either kind, is forgotten."""
+        self._take_back("weights")
+        if self._received is not None:
+            self._received = None
+            self._llm.collective_rpc("megarl_finish_reload")
+        self._llm.collective_rpc("megarl_begin_boxes", args=(shapes, padded))
+
+    def take(self, files: Sequence[Any]) -> None:
+        """Per rank its buckets of one round."""
+        self._llm.collective_rpc("megarl_take", args=(files,))
+
+    def finish_boxes(self, wanted: Sequence[Mapping[str, int]]) -> None:
+        """Drop cached prefixes. Raises ValueError where not all of a parameter has come."""
+        missing = self._llm.collective_rpc("megarl_finish_boxes", args=(wanted,))
+        for rank, names in enumerate(missing):
+            if names:
+                raise ValueError(
+                    f"{len(names)} of {len(wanted[rank])} parameters of engine rank {rank} were not written whole in "
+                    f"the refit: {_some(names)}"
+                )
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: requests are still running")
 
