@@ -21,9 +21,10 @@ def spread(
 ) -> list[Sample]:
     """One sample per group member, in group order then member order; its advantage is its group's baseline applied.
 
-    Members without a reward (NaN) enter no mean and come out masked, with advantage 0. Of a group of "solve" rollouts
-    only the first ``train_samples_per_prompt`` in index order train (null: all), and selection precedes the baseline:
-    neither depends on rewards, lengths or arrival order. mode="batch" takes the deviation over one agent's groups.
+    Members without a finite reward (NaN) enter no mean and come out masked, with advantage 0. Of a group of "solve"
+    rollouts only the first ``train_samples_per_prompt`` in index order train (null: all), and selection precedes the
+    baseline: neither depends on rewards, lengths or arrival order. mode="batch" takes the deviation over one agent's
+    groups.
     """
     groups = [first_in_order(g, train_samples_per_prompt) for g in groups]
     members = [(key, reward) for g in groups for key, reward in zip(g.rollouts, g.rewards, strict=True)]
@@ -34,7 +35,7 @@ def spread(
     advantages = _advantages(groups, cfg)
     by_key = {r.key: r for r in rollouts}
     return [
-        _sample(by_key[key], stats[key], float(a), rewarded=not np.isnan(reward))
+        _sample(by_key[key], stats[key], float(a), rewarded=bool(np.isfinite(reward)))
         for (key, reward), a in zip(members, advantages, strict=True)
     ]
 
@@ -56,7 +57,7 @@ def differing(groups: Sequence[Group], train_samples_per_prompt: int | None) -> 
     """
     out: dict[str, dict[str, bool]] = {}
     for group in groups:
-        rewards = [r for r in first_in_order(group, train_samples_per_prompt).rewards if not np.isnan(r)]
+        rewards = [r for r in first_in_order(group, train_samples_per_prompt).rewards if np.isfinite(r)]
         key = group.rollouts[0]
         uids = out.setdefault(key.agent, {})
         uids[key.uid] = uids.get(key.uid, False) or len(set(rewards)) > 1
@@ -95,6 +96,7 @@ def _advantages(groups: Sequence[Group], cfg: AdvantageConfig) -> np.ndarray:
     agents = np.array([key.agent for g in groups for key in g.rollouts], dtype=object)
     ids = np.repeat(np.arange(len(groups)), [len(g.rollouts) for g in groups])
     rewards = np.array([r for g in groups for r in g.rewards], np.float64)
+    rewards[~np.isfinite(rewards)] = np.nan  # one infinite reward would make its whole group NaN
     out = np.zeros(len(rewards))
     for agent in dict.fromkeys(agents.tolist()):
         own = agents == agent

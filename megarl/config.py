@@ -153,7 +153,7 @@ class RunConfig(Section):
                 f"batch.train_samples_per_prompt={trained} is more than the {voters} rollouts per prompt of {key}: a "
                 "rollout that was not sampled cannot train"
             )
-        if (trained or voters) == 1 and self.advantage.mode != "batch":
+        if (trained or voters) == 1:  # mode=batch, too, takes the group's own mean
             raise ValueError(
                 f"{key} trains on 1 rollout per prompt: compared with itself alone it has advantage 0 under "
                 f"advantage.mode={self.advantage.mode}, and nothing is learnt; give at least 2"

@@ -39,6 +39,8 @@ def run(argv: Sequence[str]) -> int:
         raise ValueError(
             f"diversity compares agents, and there is only {', '.join(answers) or 'none'}: name two models"
         )
+    if args.ring and not all(2 <= size <= len(answers) for size in args.ring):
+        raise ValueError(f"--ring {args.ring}: there are {len(answers)} agents, so rings of 2 to {len(answers)}")
     gold = open_deck(exam.data, {}, 0).gold
     found = pairs(answers, gold)
     sizes = [size for size in args.ring or (2, 3) if size <= len(answers)]
@@ -73,6 +75,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_intermixed_args(argv)
     if args.votes < 1 or args.votes % 2 == 0:
         raise ValueError(f"--votes {args.votes}: the flow is that of an odd number of votes")
+    if args.ring and min(args.ring) < 2:
+        raise ValueError(f"--ring {min(args.ring)}: a ring has at least 2 agents")
+    if args.top < 1:
+        raise ValueError(f"--top {args.top}: show at least one ring")
+    if args.out and (args.out.is_dir() or any(p.exists() and not p.is_dir() for p in args.out.parents)):
+        raise ValueError(f"--out {args.out}: no place for a file")
     return args
 
 

@@ -59,6 +59,14 @@ def trained(cfg: RunConfig, groups: Sequence[Group]) -> tuple[list[Group], dict[
     return only(groups, {agent: uids[: cfg.batch.prompts_per_step] for agent, uids in found.items()}), counts
 
 
+def say_idle(cfg: RunConfig, log: RunLog, groups: Sequence[Group]) -> None:
+    """Say which agents train on nothing in this step: every prompt of theirs was dropped by the method's filter."""
+    busy = {key.agent for g in groups for key in g.rollouts}
+    for name in cfg.seats:
+        if name not in busy and cfg.batch.refill_rounds is None:  # a refill has said so, with what it tried
+            log.say(f"warning: agent {name}: algo.name={cfg.algo.name} dropped every prompt of this step: no update")
+
+
 def _refill(
     cfg: RunConfig,
     agents: Agents,

@@ -74,6 +74,9 @@ def read(path: Path) -> list[Rollout]:
     table = pq.read_table(path)
     if missing := [c for c in READ_BACK if c not in table.column_names]:
         raise ValueError(f"{path} is no rollout file: it lacks the columns {', '.join(missing)}")
+    for c in ("agent", "uid", "role", "text", "stop"):
+        if not pa.types.is_string(table.column(c).type) or table.column(c).null_count:
+            raise ValueError(f"{path}: column {c} holds {table.column(c).type} or nulls; texts are expected")
     table = table.select(READ_BACK).combine_chunks()
     lists = {c: _split(table.column(c)) for c in ("prompt_ids", "token_ids", "logprobs")}
     rows = table.drop_columns(list(lists)).to_pylist()

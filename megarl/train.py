@@ -12,7 +12,7 @@ from megarl.diagnostics import diagnose, drift, twins
 from megarl.evaluation.ask import evaluate, open_evaluation
 from megarl.guards import check_collapse, check_drift, check_updates
 from megarl.log import RunLog
-from megarl.refill import roll_out, trained
+from megarl.refill import roll_out, say_idle, trained
 from megarl.run_dir import claim
 from megarl.types import Need
 
@@ -58,6 +58,7 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, deck: Deck, exam: Deck |
                 check_collapse(cfg, log)
                 training, teaching = trained(cfg, groups)
                 log.agents("reward", teaching)
+                say_idle(cfg, log, training)
                 training = overlong(training, seen, limits, cfg.reward)
                 samples = spread(training, seen, stats, cfg.advantage, cfg.batch.train_samples_per_prompt)
                 for text in twins(seen):

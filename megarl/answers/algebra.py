@@ -10,6 +10,7 @@ squarefree integers are linearly independent over the rationals, pi is transcend
 """
 
 import math
+import re
 from fractions import Fraction
 
 CONSTANTS = frozenset({"\\pi", "e", "i", "\\infty"})
@@ -25,6 +26,7 @@ _PRIMES = [p for p in range(2, 1000) if all(p % q for q in range(2, math.isqrt(p
 _SURE = 1000**3  # a cofactor below it without a prime factor below 1000 is a prime, a product of two, or a square
 _ROOT = "root:"
 _I = "i"
+_INSIDE = re.compile(r"[\[*]([^\[\]*^(),]+)(?=[\]*^])")  # the plain atoms in the spelling of a function
 
 
 class TooLarge(ArithmeticError):
@@ -58,6 +60,12 @@ def variables(poly: Poly) -> set[str]:
     """Plain atoms that stand for no number of their own."""
     names = {name for monomial in poly for name, _ in monomial}
     return {n for n in names if "(" not in n and not n.startswith(_ROOT) and n not in CONSTANTS}
+
+
+def holds_letters(poly: Poly) -> bool:
+    """Does the value depend on a variable, on its own or within a function?"""
+    names = {inside for monomial in poly for name, _ in monomial for inside in _INSIDE.findall(name)}
+    return bool(variables(poly)) or any(not n.startswith(_ROOT) and n not in CONSTANTS for n in names)
 
 
 def constant(poly: Poly) -> Fraction | None:
@@ -114,7 +122,10 @@ def power(base: Poly, exponent: Poly) -> Poly:
         size = max(coefficient.numerator.bit_length(), coefficient.denominator.bit_length())
         if size > 1 and size * abs(n) > 2 * MAX_BITS:  # too long to write out: towers stay as they are spelt
             return _symbolic_power(base, b, exponent, e)
-        out = number(coefficient**n)
+        raised = coefficient**n
+        if max(raised.numerator.bit_length(), raised.denominator.bit_length()) > MAX_BITS:
+            return _symbolic_power(base, b, exponent, e)
+        out = number(raised)
         for name, k in monomial:
             out = multiply(out, _atom_power(name, k * n))
         return out

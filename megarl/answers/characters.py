@@ -32,6 +32,7 @@ _PLAIN = {
     "\u2220": "",
 }  # fmt: skip
 _ROOT = re.compile("\u221a\\s*([0-9]+|[A-Za-z]|\\\\[a-z]+)?")
+_RANGE = re.compile("^([^\\d]?\\d[\\d.,]*)[\u2013\u2014]([^\\d]?\\d[\\d.,]*)$")  # 7 to 8, and no difference
 _SCRIPTS = {"<super>": "^", "<sub>": "_"}
 
 
@@ -42,6 +43,7 @@ def ascii_math(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
+    text = _RANGE.sub(r"\1 to \2", text)
     text = _ROOT.sub(lambda m: rf"\sqrt{{{m[1]}}}" if m[1] else r"\sqrt ", text)
     out: list[str] = []
     script = ""

@@ -3,6 +3,7 @@
 import re
 
 from megarl.answers.characters import ascii_math
+from megarl.answers.words import NUMBERS
 
 _SPACING = re.compile(
     r"\\(?:left|right|middle|[bB]ig{1,2}[lrm]?|displaystyle|textstyle|scriptstyle|limits|q?quad|hspace\s*\{[^{}]*\}"
@@ -32,8 +33,10 @@ _SYNONYMS = [
     (re.compile(r"\\(?:dots[cbmi]?|cdots|ldots)(?![A-Za-z])|(?<!\.)\.\.\.+"), r"\\ldots "),
     (re.compile(r"\\(?:backslash|smallsetminus)(?![A-Za-z])"), r"\\setminus "),
     (re.compile(r"\\(?:measured)?angle(?![A-Za-z])|^\s*\\(?:approx|simeq)(?![A-Za-z])"), " "),
-    (re.compile(r"\\(?:land|wedge)(?![A-Za-z])"), " and "),
-    (re.compile(r"\\(?:lor|vee)(?![A-Za-z])"), " or "),
+    (re.compile(r"\\(?:land|wedge)(?![A-Za-z])"), r" \\wedge "),
+    (re.compile(r"\\(?:lor|vee)(?![A-Za-z])"), r" \\vee "),
+    (re.compile(r"\\bar(?![A-Za-z])(?=\s*\{?\d)"), r"\\overline"),
+    (re.compile(r"(?<![A-Za-z\\])d([a-z])\s*/\s*d([a-z])(?![A-Za-z])"), r"\\frac{d\1}{d\2}"),
     (re.compile(r"\\(?:to|rightarrow)(?![A-Za-z])"), r"\\to "),
     (re.compile(r"\\(?:Reals|R)(?![A-Za-z])"), r"\\mathbb{R}"),
     (re.compile(r"\\var(phi|epsilon|theta|rho|sigma|pi)(?![A-Za-z])"), r"\\\1"),
@@ -57,10 +60,12 @@ _SPACED = re.compile(r"(?<![\d.,^_}])(?<!\d )[1-9]\d{0,2}(?: \d{3})+(?![\d/]| \d
 _TEXT_OPENS = r"(?:\\(?:text|mathrm|textrm|mbox)\s*\{\s*)?"
 _DEGREE = re.compile(
     r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\}|\{?\s*\u00b0\s*\}?|\\degree(?![A-Za-z]))"
-    r"|\\(?:degrees?|circ)(?![A-Za-z])"
+    r"|\\degrees?(?![A-Za-z])|(?<=[\d)}])\s*\\circ(?![A-Za-z]|\s*[A-Za-z(\\])"  # f \circ g has no degrees
     rf"|\^?\{{?\s*(?<=\d)\s*{_TEXT_OPENS}deg(?:ree)?s?\b\s*\}}?"
 )
-_PERCENT = re.compile(rf"\\?%|\s*{_TEXT_OPENS}\b(?:per ?cent|percentage points?|pct)\b\.?\s*\}}?", re.IGNORECASE)
+_PERCENT = re.compile(
+    rf"\\?%(?!\s*[\d(]|[A-Za-z])|\s*{_TEXT_OPENS}\b(?:per ?cent|percentage points?|pct)\b\.?\s*\}}?", re.IGNORECASE
+)
 _CURRENCY = re.compile(r"\\(?:\$|pounds|euro)(?![A-Za-z])|\b(?:US|USD)\s*(?=\$?\d)")
 _TEXT = r"\\(?:text|textbf|textit|textnormal|textrm|textsf|texttt|textup|emph|mathrm|mbox|hbox|operatorname\*?)"
 _FONT = re.compile(
@@ -82,11 +87,25 @@ _UNITS = (
 )
 _UNIT_KNOWN = re.compile(rf"(?<=[\d}})A-Za-z])\s*{_TEXT}\s*\{{\s*{_UNITS}(?:[\s/*]+{_UNITS})*\s*\}}{_POWER}\s*\.?$")
 _UNIT_PLAIN = re.compile(rf"(?<=[\d}})])\s*(?<![A-Za-z\\])(?:[kcm]m|km/h|m/s|kg|mph|ft|cm/s){_POWER}\s*\.?$")
+_MONTHS = (
+    r"jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
+    r"|nov(?:ember)?|dec(?:ember)?|(?:mon|tues|wednes|thurs|fri|satur|sun)day"
+)
+# letters side by side that are no word: 2 ab, 2 \pi rh
+_FACTORS = re.compile(r"[A-Za-z]{2}|[b-df-hj-np-tv-z]{3}|abc|[xyz]{3}")
+_ONE_UNIT = re.compile(_UNITS)
+_PARTS = re.compile(r"[,;]|(?<![A-Za-z\\])and(?![A-Za-z])")
+_LAST_WORDS = re.compile(r"(?<=\d)\s*(?:\\[a-z]+\s*\{)?\s*([A-Za-z]{2,}(?:[ /-][A-Za-z]{2,})*)\W*$")
 # words after a number that are part of what it says, rather than a unit
 _MEANING = re.compile(
     r"\b(?:and|or|if|is|are|when|where|for|mod|modulo|not|to|only|except|through|even|odd|prime|positive|negative|am|pm"
     r"|a\.m|p\.m|bc|ad|heads?|tails?|north|south|east|west|left|right|up|down|true|false|yes|no|plus|minus|times|over"
-    r"|squared|cubed|d[a-z]|choose|below|above|before|after|half|thirds?|quarters?|then|than|of|sqrt|pi)\b",
+    r"|squared|cubed|factorial|d[a-z]|choose|below|above|before|after|half|then|than|of|sqrt|pi|base|remainder"
+    r"|halves|thirds?|fourths?|quarters?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|(?:hundred|thousand|million)ths?"
+    r"|more|less|fewer|least|most|older|younger|taller|shorter|longer|higher|lower|greater|smaller|larger|deeper|faster"
+    r"|slower|fast|slow|early|late|earlier|later|ago|hence|ahead|behind|inwards?|outwards?|upwards?|downwards?|forwards?"
+    r"|backwards?|(?:counter|anti)?-?clockwise|wins?|loss(?:es)?|decreased?|off|noon|midnight|profit|gain(?:ed)?|lost|inclusive|exclusive|between"
+    rf"|{_MONTHS})\b",
     re.IGNORECASE,
 )
 _ORDINAL = re.compile(r"(?<=\d)\s*\^?\s*\{?\s*(?:\\(?:text|mathrm)\s*\{\s*)?(?:st|nd|rd|th)\s*\}?\s*\}?$")
@@ -94,6 +113,11 @@ _SENTENCE = re.compile(
     r"^(?:(?:so|thus|hence|therefore),?\s+)?(?:(?:the|my|our)\s+)?(?:final\s+|correct\s+)?answer\s*(?:is|=|:)*\s*:?\s*(?=\S)",
     re.IGNORECASE,
 )
+_GLUE = re.compile(r"(?<=\d)\\!(?=\d)")
+_BOLD = r"\\(?:mathbf|boldsymbol|bm|vec)\s*\{\s*[A-Za-z]\s*\}"
+_CROSS = re.compile(rf"({_BOLD})\s*\\times\s*({_BOLD})")
+_BASES = "two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
+_BASE = re.compile(rf"(?<=[\dA-Za-z)])\s*_\s*\{{?\s*({_BASES})\s*\}}?(?![a-z])", re.IGNORECASE)
 _JOINED = re.compile(r"\s*[,;]?\s+(?:and|or)\s+(?=\S)|\s*;\s*")
 _INEQUALITY = re.compile(r"<|>|\\(?:le|ge|ne)(?![A-Za-z])")
 _OR, _AND = re.compile(r"\s*,?\s+or\s+(?=\S)"), re.compile(r"\s*,?\s+and\s+(?=\S)")
@@ -111,6 +135,7 @@ def clean(text: str) -> str:
     """The answer without what only changes its look. Empty where nothing is left."""
     # blanks are single before every pattern that allows some: a run of them would cost its square or its cube
     text = _unwrap(_COLOR.sub("", _CURRENCY.sub(" ", _single(ascii_math(text)))))
+    text = _CROSS.sub(r"\1 \\crossed \2", _GLUE.sub("", text))
     text = _single(_SPACING.sub(" ", _SEPARATOR.sub("", text)))
     for pattern, plain in _SYNONYMS:
         text = pattern.sub(plain, text)
@@ -120,8 +145,11 @@ def clean(text: str) -> str:
     for _ in range(4):
         text = _FONT.sub(lambda m: f" {m[1] if m[1] is not None else m[2]} ", text)
     text = _single(text)
-    text = _SENTENCE.sub("", text.strip(" \t$").rstrip(".;, ").strip()).strip("$ ")
+    text = _SENTENCE.sub("", text.strip(" \t$").rstrip(".;, ").removesuffix("\\\\").strip()).strip("$ ")
+    text = _BASE.sub(lambda m: f"_{{{NUMBERS[m[1].lower()]}}}", text)
     text = without_unit(text)
+    if "=" in text or _INEQUALITY.search(text):
+        text = text.replace("\\wedge", " and ").replace("\\vee", " or ")
     if _INEQUALITY.search(text):  # "x > 1 and x < 3" is not "x > 1 or x < 3"
         text = _AND.sub(r" \\and ", _OR.sub(r" \\or ", text))
     text = _JOINED.sub(" , ", text)
@@ -178,7 +206,11 @@ def _unwrap(text: str) -> str:
 
 
 def without_unit(text: str) -> str:
-    """The text without the unit behind its number; "million" and its like multiply instead."""
+    """The text without the unit behind its number; "million" and its like multiply instead.
+
+    Where several numbers stand in it with a unit each, such as 3 ft, 4 in, the units say which is which, and stay."""
+    if units_differ(text):
+        return text
     for pattern in (_UNIT_KNOWN, _UNIT_PLAIN, _ORDINAL):
         text = pattern.sub("", text)
     for pattern in (_UNIT_TEXT, _UNIT_WORDS):
@@ -190,9 +222,24 @@ def without_unit(text: str) -> str:
         if words in _SCALE or scale in _SCALE:
             scaled = _SCALE.get(words) or _SCALE[scale]
             return head if _MEANING.search(unit) and words not in _SCALE else f"{head}*{scaled}"
-        if words and not _MEANING.search(words):
+        plain = pattern is _UNIT_WORDS
+        if (
+            words
+            and not _MEANING.search(words)
+            and not (plain and _FACTORS.fullmatch(words) and not _is_unit(found[1]))
+        ):
             return head
     return text
+
+
+def units_differ(text: str) -> bool:
+    """Is it a list of amounts of different things?"""
+    units = [m[1] for part in _PARTS.split(text) if (m := _LAST_WORDS.search(part))]
+    return len({u.lower().removesuffix("s") for u in units}) > 1
+
+
+def _is_unit(word: str) -> bool:
+    return _ONE_UNIT.fullmatch(word.strip().strip(".")) is not None
 
 
 def _fractions(text: str) -> str:

@@ -31,20 +31,34 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if not args.source.is_file():
         raise ValueError(f"{args.source}: no such file")
+    if args.target.is_dir() or not args.target.parent.is_dir():
+        raise ValueError(f"{args.target}: no place for a file; name one in a folder that exists")
     answer_row = _VERBS[args.verb]
-    with args.source.open(encoding="utf-8") as source:
-        lines = [(number, line) for number, line in enumerate(source, 1) if line.strip()]
-    with args.target.open("w", encoding="utf-8") as target:
-        for number, line in lines:
-            try:
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError("is no object")
-                out = answer_row(row)
-            except ValueError as error:
-                raise ValueError(f"{args.source}:{number}: {error}") from error
-            target.write(json.dumps({"id": row.get("id"), **out}) + "\n")
+    # beside the target until it is complete: a bad row, a full disk or Ctrl-C leaves no half of a file
+    partial = args.target.with_name(args.target.name + ".partial")
+    try:
+        with args.source.open("rb") as source, partial.open("w", encoding="utf-8") as out:
+            for number, line in enumerate(source, 1):
+                if line.strip():
+                    out.write(_answered(line, answer_row, f"{args.source}:{number}") + "\n")
+        partial.replace(args.target)
+    finally:
+        partial.unlink(missing_ok=True)
     return 0
+
+
+def _answered(line: bytes, answer_row: Callable[[Row], Row], where: str) -> str:
+    try:
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            raise ValueError("is no object")
+        return json.dumps({"id": row.get("id"), **answer_row(row)})
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: is no UTF-8 ({error.reason} at byte {error.start})") from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: brackets nested too deeply for a row") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _judge(row: Row) -> Row:
@@ -54,11 +68,13 @@ def _judge(row: Row) -> Row:
 
 def _extract(row: Row) -> Row:
     task = row.get("task") or "math"
-    if task not in _TASKS:
+    if not isinstance(task, str) or task not in _TASKS:
         raise ValueError(f"task={task!r}: one of {', '.join(_TASKS)}")
     cfg = _TASKS[task]
     options = row.get("options")
     if task == "mcq" and options:
+        if not isinstance(options, str | list | dict) or not all(isinstance(o, str) and len(o) == 1 for o in options):
+            raise ValueError(f'options={options!r:.80}: the letters, such as "ABCD" or ["A", "B"]')
         cfg = AnswersConfig(style="letter", options="".join(options))
     return {"answer": read_answer(_text(row, "text"), cfg)}
 

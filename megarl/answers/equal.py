@@ -1,4 +1,4 @@
-"""Equality of answers: an equivalence relation with three outcomes.
+r"""Equality of answers: an equivalence relation with three outcomes.
 
 Two answers are equal when their forms have one key, or when the values in them are proven equal by their prints (198
 digits at generic points, see numeric). Each of these is a property of one answer alone, so equality is symmetric and
@@ -9,8 +9,10 @@ What is decided where opinions differ: a percent sign, a degree mark, a currency
 not 0.28; degrees inside of sin count); case does not matter in words and lone letters; a bare list, a "2 and 5" and a
 set are the set of their members, a list of one is that one; x = 5 is 5, x = 1, y = 2 is (1, 2); 2/4 is 1/2; decimals
 are exact, 0.3333 is not 1/3; 2x < 6 is the interval (-infinity, 3); 37_8 is 31; 2:4 is not 1:2, as clock times are
-not; "log" without a base is undecided where the base matters. math-verify's verdicts are not used: its reader and
-sympy work out integrals, sums and limits only.
+not; "log" without a base is undecided where the base matters; amounts of different things (3 ft, 4 in) keep their
+units, and letters side by side (2 ab, \pi rh) are factors and no unit; pieces of the line with rational ends are joined
+or cut where they touch, and statements of different letters stay apart. math-verify's verdicts are not used: its reader
+and sympy work out integrals, sums and limits only.
 """
 
 import logging
@@ -33,6 +35,7 @@ _MAX_SURE = 150  # characters of a closed value up to which its print is taken t
 _UNORDERED = ("set", "union", "all:", "equal:", "unequal:")
 _DEEP = "deep:"
 _POSITIVE_BASE = re.compile(r"pow\(\+[0-9a-f/]+\[\],")
+_JUMPS = re.compile(r"(?:floor|ceil)\(")
 _LEFT = "not real"
 _log = logging.getLogger(__name__)
 
@@ -211,11 +214,13 @@ def _is_nonzero(difference: algebra.Poly) -> bool:
 
 
 def _prints(a: Form, b: Form, replies: Sequence[Reply]) -> Judgement:
-    """By the prints in each setting: the letters positive with "log" to 10 and to e, and the letters negative."""
+    """By the prints in each setting: the letters positive with "log" to 10 and to e, and letters negative."""
     first, second = (_comparable(r["prints"]) for r in replies)
     same = [p == q for p, q in zip(first, second, strict=True)]
     if all(same):
         lossy = any(len(p) > 2 and p[2] for r in replies for p in r["prints"])
+        # generic points are no integers: floor(x) + 1 is ceil(x) there, and not everywhere
+        lossy |= any(_JUMPS.search(f.key) and f.poly is not None and algebra.holds_letters(f.poly) for f in (a, b))
         closed = [f for f in (a, b) if not f.open]
         if lossy or any(len(f.key) > _MAX_SURE for f in closed) or first[0].startswith("undefined"):
             return Judgement(Outcome.UNDECIDED, "they agree in all digits that were computed")
@@ -224,7 +229,7 @@ def _prints(a: Form, b: Form, replies: Sequence[Reply]) -> Judgement:
         return Judgement(Outcome.DIFFERENT, "different values")
     if not (same[0] and same[1]):
         return Judgement(Outcome.UNDECIDED, "it depends on the base of log")
-    if _LEFT not in (first[2], second[2]):
+    if any(p != q and _LEFT not in (p, q) for p, q in zip(first[2:], second[2:], strict=True)):
         return Judgement(Outcome.DIFFERENT, "different values where the letters are negative")
     return Judgement(Outcome.UNDECIDED, "equal where the letters are positive")
 
@@ -232,8 +237,8 @@ def _prints(a: Form, b: Form, replies: Sequence[Reply]) -> Judgement:
 def _comparable(prints: Sequence[Sequence[Any]]) -> list[str]:
     """The digits; where they are real for positive letters and not for negative ones, no more than that."""
     digits = [str(p[0]) for p in prints]
-    if len(prints[0]) > 1 and not prints[0][1] and (len(prints[2]) < 2 or prints[2][1]):
-        digits[2] = _LEFT
+    if len(prints[0]) > 1 and not prints[0][1]:
+        digits[2:] = [_LEFT if len(p) < 2 or p[1] else d for d, p in zip(digits[2:], prints[2:], strict=True)]
     return digits
 
 

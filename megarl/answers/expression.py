@@ -8,7 +8,7 @@ from megarl.answers.algebra import Poly
 
 MAX_DEPTH = 140  # a bracket is one deep and six frames of the reader, a root two and nine
 MAX_DIGITS = 4096
-MAX_EXPONENT = 4000  # of ten, in 1e400
+MAX_EXPONENT = 12  # digits of the exponent of ten, in 1e400
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)|(?P<macro>\\[A-Za-z]+)|(?P<letter>[A-Za-z])"
     r"|(?P<mark>[-+*/^_(){}\[\]!|'\u00b0]))"
@@ -179,7 +179,7 @@ class _Reader:
             return self.group(token, depth)
         self.position += 1
         if kind == "number":
-            return algebra.number(_number(token))
+            return _number(token)
         if kind == "letter":
             if token in _UNKNOWN_FUNCTIONS and self.peek() == "(":
                 return algebra.call(token, self.group("(", depth))
@@ -198,8 +198,14 @@ class _Reader:
         if depth > MAX_DEPTH:
             raise TooDeep("nested too deeply")
         if name in ("frac", "binom"):
+            above = self.position
             top = self.argument(depth + 1)
+            below = self.position
             bottom = self.argument(depth + 1)
+            if name == "frac" and self.is_differential(above) and self.is_differential(below):
+                if below - above == 3 or (self.tokens[above + 2][1] == "^" and self.tokens[below - 2][0] != "letter"):
+                    raise Unreadable("a derivative to be worked out")
+                return algebra.call("derivative", top, bottom)
             return algebra.divide(top, bottom) if name == "frac" else algebra.binomial(top, bottom)
         if name == "sqrt":
             return self.root(depth)
@@ -216,6 +222,11 @@ class _Reader:
                 self.need(f"\\{closer}")
                 return _rounded(function, inside)
         raise Unreadable(f"\\{name}")
+
+    def is_differential(self, start: int) -> bool:
+        """Does {d}, {dy} or {d^2 y} begin there?"""
+        first = [token for _, token in self.tokens[start : start + 3]]
+        return first[:2] == ["{", "d"] and (first[2] in ("}", "^") or self.tokens[start + 2][0] == "letter")
 
     def root(self, depth: int) -> Poly:
         if not self.take("["):
@@ -276,10 +287,12 @@ def _based(digits: str, radix: int) -> int:
         raise Unreadable(f"{digits!r} in base {radix}") from error
 
 
-def _number(token: str) -> Fraction:
+def _number(token: str) -> Poly:
     digits, _, exponent = token.lower().partition("e")
-    if len(digits) > MAX_DIGITS or len(exponent) > 5 or (exponent and abs(int(exponent)) > MAX_EXPONENT):
-        raise algebra.TooLarge("number")
+    if len(digits) > MAX_DIGITS or len(exponent) > MAX_EXPONENT:
+        raise Unreadable("a number of too many digits")
     whole, _, part = digits.partition(".")
-    value = Fraction(int((whole + part) or "0"), 10 ** len(part))
-    return value * Fraction(10) ** int(exponent) if exponent else value
+    value = algebra.number(Fraction(int((whole + part) or "0"), 10 ** len(part)))
+    if not exponent:
+        return value
+    return algebra.multiply(value, algebra.power(algebra.number(10), algebra.number(int(exponent))))

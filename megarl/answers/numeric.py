@@ -40,9 +40,10 @@ class Setting:
 
     sign: int = 1
     log_base: str = "10"
+    mixed: int = 0  # the bit of a name that tells which letters are negative
 
 
-SETTINGS = (Setting(), Setting(log_base="e"), Setting(sign=-1))
+SETTINGS = (Setting(), Setting(log_base="e"), Setting(sign=-1), Setting(mixed=1), Setting(mixed=2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ def rough_print(value: mpc) -> str:
 def point(name: str, setting: Setting) -> mpf:
     """The number that a letter stands for: generic digits, between 1/2 and 5/2."""
     bits = b"".join(hashlib.sha256(f"{name}/{i}".encode()).digest() for i in range(6))
-    return setting.sign * (mpf(1) / 2 + 2 * mpf(int.from_bytes(bits, "big")) / (1 << 8 * len(bits)))
+    sign = -1 if sum(map(ord, name)) & setting.mixed else setting.sign
+    return sign * (mpf(1) / 2 + 2 * mpf(int.from_bytes(bits, "big")) / (1 << 8 * len(bits)))
 
 
 def plain_name(name: str) -> str:

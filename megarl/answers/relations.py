@@ -7,7 +7,7 @@ from fractions import Fraction
 from megarl.answers import algebra
 from megarl.answers.algebra import Poly
 from megarl.answers.expression import Unreadable, read_expression
-from megarl.answers.shapes import CLOSE, INFINITY, NAME, OPEN, Form, number, ordered, unordered, without
+from megarl.answers.shapes import CLOSE, INFINITY, NAME, OPEN, Form, common, number, ordered, union, unordered, without
 
 RELATION = re.compile(r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|<|>|=)")
 _MIRROR = {">": "<", "\\ge": "\\le", "<": "<", "\\le": "\\le"}
@@ -61,7 +61,9 @@ def _equation(sides: list[str], read: Read) -> Form:
     polys = [_poly(s) for s in sides]
     if len(sides) == 2 and polys[0] is not None and polys[1] is not None:
         try:
-            return _zero("equation", algebra.add(polys[0], algebra.negate(polys[1])))
+            difference = algebra.add(polys[0], algebra.negate(polys[1]))
+            if algebra.holds_letters(difference):
+                return _zero("equation", difference)
         except algebra.TooLarge:
             pass
     return unordered("equal:", forms)
@@ -104,6 +106,9 @@ def _inequality(sides: list[str], signs: list[str], read: Read) -> Form:
     ):
         low, high = brackets[signs[0]][0], brackets[signs[1]][1]
         return ordered(low, (number(known[0]), number(known[2])), high)
+    within = _within(sides, signs, read) if len(sides) == 2 else None
+    if within is not None:
+        return within
     if len(known) != 2 or len(sides) != 2:
         return ordered(f"chain{' '.join(signs)}:", (read(s) for s in sides))
     difference = algebra.add(known[1], algebra.negate(known[0]))  # 0 < difference
@@ -118,6 +123,22 @@ def _inequality(sides: list[str], signs: list[str], read: Read) -> Form:
     lead = abs(difference[min(difference)])
     scaled = number({m: c / lead for m, c in difference.items()})
     return Form(f"0{signs[0]}", f"0{signs[0]}{scaled.key}", (scaled,), scaled.open)
+
+
+def _within(sides: list[str], signs: list[str], read: Read) -> Form | None:
+    """|x - 1| < 3 as an interval, 3 < |x - 1| as the two beside it."""
+    for i, side in enumerate(sides):
+        found = re.fullmatch(r"\|([^|]+)\|", side)
+        c = _poly(sides[1 - i])
+        if found is None or c is None or not (algebra.constant(c) or 0) > 0:
+            continue
+        inside, edge = found[1], sides[1 - i]
+        first, second = [inside, edge], [f"-({edge})", inside]
+        if i == 1:
+            first, second = first[::-1], second[::-1]
+        halves = [_inequality(half, signs, read) for half in (first, second)]
+        return common(halves) if i == 0 else union(halves)
+    return None
 
 
 def _bound(difference: Poly) -> tuple[Poly, bool] | None:

@@ -1,6 +1,7 @@
 """`megarl eval`: whom to examine (a run's checkpoint, a configuration's models, or recorded rollouts), and on what."""
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,8 +89,7 @@ def _live(args: argparse.Namespace, sets: Sequence[ExamSet]) -> tuple[Report, Pa
     name = "+".join(s.name for s in sets)
     home = candidate.run / "eval" / f"step_{candidate.step}-{name}" if candidate.run else cfg.run_dir / f"eval-{name}"
     out = args.out or home
-    if (out / "results.json").exists():
-        raise ValueError(f"{out} holds results already: choose another --out")
+    _claim(out)
     with open_agents(cfg, out, open_chats(cfg)) as agents:
         if candidate.run and candidate.step:
             checkpoint.load_weights(candidate.run / "checkpoints" / f"step_{candidate.step}", agents)
@@ -104,6 +104,18 @@ def _live(args: argparse.Namespace, sets: Sequence[ExamSet]) -> tuple[Report, Pa
                 results.append(result)
         subjects = {name: _subject(name, candidate, agents) for name in agents}
     return _report(cfg, subjects, results, live=True), out
+
+
+def _claim(out: Path) -> None:
+    """Make the folder of results, before hours are spent on what goes into it; refuse one that holds some."""
+    if (out / "results.json").exists():
+        raise ValueError(f"{out} holds results already: choose another --out")
+    for folder in (out, *out.parents):
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--out {out}: {folder} is a file; name a folder")
+    out.mkdir(parents=True, exist_ok=True)
+    if not os.access(out, os.W_OK):
+        raise ValueError(f"--out {out}: not to be written to; name a folder of your own")
 
 
 def _candidate(args: argparse.Namespace, sets: Sequence[ExamSet]) -> Candidate:
@@ -198,7 +210,8 @@ def _examine(agents: Agents, exam: ExamSet, cfg: RunConfig) -> tuple[SetResult, 
     longest = min(exam.data.max_prompt_tokens, cfg.max_prompt_tokens)
     data = exam.data.model_copy(update={"max_prompt_tokens": longest})
     deck = deck_of(cfg, {name: agent.chat for name, agent in agents.items()}, data)
-    assert deck.gold is not None
+    if deck.gold is None:
+        raise ValueError(f"--set {exam.name}: data.gold names no column of true answers in {exam.data.path}")
     prompts = deck.everything(seats(cfg.agents, data, samples))
     asked = ask(agents, prompts, settings, cfg.seed, answers=exam.answers, requests=exam.requests)
     counts = {"problems": len(deck), "left_out": deck.filtered + deck.unanswered, "too_long": asked.too_long}
@@ -241,6 +254,8 @@ def _subject(name: str, candidate: Candidate, agents: Agents) -> Subject:
 
 def _recorded(args: argparse.Namespace, sets: Sequence[ExamSet]) -> tuple[Report, Path | None]:
     """Score rollouts that were recorded, without any model."""
+    if args.out is not None:
+        _claim(args.out)
     raw = compose_raw(args.overrides, args.config_dir)
     run_dir = next((path for path in args.rollouts if path.is_dir()), None)
     if run_dir is not None:
@@ -253,6 +268,8 @@ def _recorded(args: argparse.Namespace, sets: Sequence[ExamSet]) -> tuple[Report
     if len(sets) > 1:
         raise ValueError(f"--rollouts are of one set, and there are {len(sets)}: {', '.join(s.name for s in sets)}")
     seen = [r for path in args.rollouts for r in rollouts.read(_file(path, args.step))]
+    if not seen:
+        raise ValueError(f"--rollouts {' '.join(map(str, args.rollouts))}: there is no rollout in it")
     twice = len(seen) - len({r.key for r in seen})
     if twice:
         raise ValueError(f"--rollouts: {twice} rollouts stand there twice; give the files of one step")
@@ -262,7 +279,8 @@ def _recorded(args: argparse.Namespace, sets: Sequence[ExamSet]) -> tuple[Report
         problems = {r.prompt.uid.rpartition("/")[0] for r in seen}
     else:
         gold = open_deck(exam.data, {}, cfg.seed).gold
-        assert gold is not None
+        if gold is None:
+            raise ValueError(f"--set {exam.name}: data.gold names no column of true answers in {exam.data.path}")
         scores = score(seen, gold, rules)
         problems = {r.prompt.uid for r in seen}
     agents = {r.prompt.agent: r.version for r in seen}

@@ -132,8 +132,10 @@ class Report:
 def write_report(report: Report, folder: Path) -> None:
     """``results.json`` and ``results.md`` in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(report.to_json(), encoding="utf-8")
     (folder / "results.md").write_text(report.to_markdown(), encoding="utf-8")
+    partial = folder / "results.json.partial"  # its presence says that the results are complete
+    partial.write_text(report.to_json(), encoding="utf-8")
+    partial.replace(folder / "results.json")
 
 
 def _title(s: SetResult) -> str:

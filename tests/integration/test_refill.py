@@ -106,6 +106,15 @@ def test_case_b7_nothing_but_consensus(folder, capfd):
     assert "(batch.refill_rounds=2): no update" in text and "(the epoch has no more): no update" in text
 
 
+def test_a_step_from_which_all_is_dropped_says_so(folder, capfd):
+    """Nobody's answer can be read, so no majority reaches tau: no update, in words."""
+    changes = {"sampling.max_tokens": 1, "answers.truncated": "invalid", "steps": 1}
+    algo = {"name": "ttrl", "min_majority_share": 0.5}
+    [row] = read_metrics(train(validate(raw(folder, algo, name="dropped", **changes))))
+    assert "agent ann: algo.name=ttrl dropped every prompt of this step: no update" in capfd.readouterr().err
+    assert row["agent/ann/policy/tokens"] == 0 and "agent/ann/policy/grad_norm" not in row
+
+
 def test_a_refilled_step_is_full_and_resumes_exactly(folder):
     changes = DYNAMIC | {"checkpoint": {"every_steps": 1, "keep": 4}, "steps": 4}
     cfg = validate(raw(folder, {"name": "ttrl"}, name="dynamic", **changes))

@@ -6,6 +6,7 @@ Kinds follow public reports (math-verify issues 2, 14, 16, 26, 37, 41, 60, 64 to
 
 EQUAL = {
     "fraction": [
+        (r"0.\bar{6}", r"\frac23"),
         (r"\frac{1}{2}", r"\dfrac12"), (r"\tfrac{7}{4}", "7/4"), (r"-\frac{2}{9}", r"\frac{2}{-9}"),
         ("4/6", r"\frac{2}{3}"), (r"\cfrac{3}{5}", "0.6"), (r"\frac{\frac{2}{3}}{4}", r"\frac16"), ("3.50", "3.5"),
         (".5", "0.5"), ("-0", "0"), (r"{3 \over 4}", "0.75"), (r"\frac{3}4", r"\frac34"), ("007", "7"), ("+5", "5"),
@@ -20,6 +21,8 @@ EQUAL = {
         (r"\frac{1}{2^{99}}", "2^{-99}"),
     ],
     "large": [
+        ('1e5000', '10^{5000}'),
+        ('2^{9000}', '4^{4500}'),
         ("8^{100}", "2^{300}"), (r"\frac{1}{100!}", r"\frac{101}{101!}"), ("2^{64}", "18446744073709551616"),
         (r"3^{200}\cdot 3", "3^{201}"), ("10^{10^{9}}", "100^{5 * 10^8}"), ("5!", "120"), ("5!!", "15"),
         (r"\binom{6}{2}", "15"),
@@ -34,6 +37,7 @@ EQUAL = {
         ("2 500", "2500"), (r"1\ 000", "1000"), ("1,000, 2,000", "1000, 2000"),
     ],
     "collection": [
+        (r"(r,\theta)=(2,\pi)", r"(2,\pi)"),
         (r"\{2,4,8\}", r"\left\{8,2,4\right\}"), ("1, 2, 3", "3, 2, 1"), (r"3 \text{ or } 7", "7, 3"),
         (r"\{4,4\}", r"\{4\}"), ("x=2, x=-2", r"\{-2,2\}"), (r"x = 1 \text{ or } x = 4", "1 and 4"),
         ("n=2,3,4", "2,3,4"), ("(1, 2)", r"\left(1,2\right)"), ("(x,y)=(1,2)", "(1,2)"), ("x=1, y=2", "y=2, x=1"),
@@ -44,6 +48,13 @@ EQUAL = {
         (r"\{\sec^2 y, 1\}", r"\{1, 1+\tan^2 y\}"), ("a,b", "b,a"), (r"\{5\}", "5"),
     ],
     "interval": [
+        (r"x > 1 \text{ and } y < 2", r"y < 2 \text{ and } x > 1"),
+        (r"(-\infty,0]\cup[0,\infty)", r"\mathbb{R}"),
+        (r"[1,2]\cup(2,3)", r"[1,3)"),
+        (r"(0,1)\cup\{1\}", r"(0,1]"),
+        (r"x > 3 \text{ and } x < 5", r"3 < x < 5"),
+        ('|x| < 3', '-3 < x < 3'),
+        (r"|x-1| \ge 2", r"x \le -1 \text{ or } x \ge 3"),
         (r"(-\infty, 3)", "(-∞,3)"), (r"[2, \infty)", r"[2,+\infty)"), ("x > 3", r"(3,\infty)"),
         (r"x \leq 4", r"4 \geq x"), ("-1 < x < 2", "(-1,2)"), ("-1 < x < 2", "2 > x > -1"), ("2x < 6", "x < 3"),
         (r"x \in [1,2]", "[1,2]"), (r"1 \le x \le 2", "[1,2]"), (r"(1,2)\cup(3,4)", r"(3,4)\cup(1,2)"),
@@ -54,6 +65,8 @@ EQUAL = {
         ("x^2 < y", "y > x^2"),
     ],
     "matrix": [
+        (r"2\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\4\end{pmatrix}"),
+        (r"-\frac12\begin{pmatrix}2&x\end{pmatrix}", r"\begin{pmatrix}-1&-\frac{x}{2}\end{pmatrix}"),
         (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}"),
         (r"\begin{pmatrix} 1/2 \\ 3 \end{pmatrix}", r"\begin{pmatrix}0.5\\3\\\end{pmatrix}"),
         (r"\left(\begin{array}{cc}1&0\\0&1\end{array}\right)", r"\begin{pmatrix}1&0\\0&1\end{pmatrix}"),
@@ -61,6 +74,8 @@ EQUAL = {
         (r"\begin{pmatrix}\sin^2 x+\cos^2 x\\0\end{pmatrix}", r"\begin{pmatrix}1\\0\end{pmatrix}"),
     ],
     "plus-minus": [
+        (r"\pm1, \pm2", r"-2,-1,1,2"),
+        (r"\{\pm 1\}", r"-1, 1"),
         (r"\pm 5", r"\{-5,5\}"), (r"2 \pm \sqrt3", r"2-\sqrt3, 2+\sqrt3"), (r"x = \pm 1", "x=1, x=-1"),
         ("±2", "-2, 2"), (r"\pm 0", "0"), (r"-\frac{1}{2}\pm\frac{\sqrt{3}}{2}i", r"\frac{-1\pm i\sqrt3}{2}"),
     ],
@@ -72,6 +87,12 @@ EQUAL = {
         (r"\theta = \frac{\pi}{4}", r"\frac\pi4"),
     ],
     "algebra": [
+        ('2 ab', '2ab'),
+        (r"\frac{1}{2} bh", r"\frac{bh}{2}"),
+        ('5C2', '10'),
+        ('5P2', '20'),
+        ('f(2)=5', '5'),
+        ('|x-y|', '|y-x|'),
         ("(x+1)^2", "x^2+2x+1"), ("x(x-1)", "x^2-x"), (r"\frac{x^2-1}{x-1}", "x+1"), (r"\sqrt{18}", r"3\sqrt2"),
         (r"\sqrt{3+2\sqrt2}", r"1+\sqrt2"), (r"\frac{1}{x+1}+\frac{1}{x-1}", r"\frac{2x}{x^2-1}"),
         (r"\sqrt[3]{16}", r"2\sqrt[3]{2}"), (r"e^{2x}", r"(e^x)^2"), (r"\ln 4", r"2\ln 2"), (r"\log_2 8", "3"),
@@ -99,6 +120,7 @@ EQUAL = {
         ("9:15 a.m.", "9:15 AM"), ("5:6", "5 : 6"), ("2 cm, 3 cm", "3, 2"), ("€20", "20"), ("4th", "4"),
     ],
     "text": [
+        (r"p \vee q", r"q \lor p"),
         (r"\text{Monday}", "Monday"), (r"\text{Blue.}", "blue"), ("\\text{ Yes }", "yes"), (r"\text{17}", "17"),
         (r"\textbf{(C)}", "C"), ("(D)", "d"), (r"\mathrm{(A)}", r"\text{A}"), (r"\text{no solution}", r"\emptyset"),
         (r"\{\}", r"\varnothing"), ("two of a kind", "Two of  a kind."), ("twelve", "12"), ("“Yes”", "yes"),
@@ -106,6 +128,9 @@ EQUAL = {
         ("Alice, Bob", "Bob and Alice"), (r"\text{The answer is B}", "B"), (r"\operatorname{Yes}", "yes"),
     ],
     "base": [
+        ('FE_{16}', 'fe_{16}'),
+        (r"123_{\text{four}}", r"123_4"),
+        ('0x1F', '1F_{16}'),
         ("25_7", "25_{7}"), ("1101_2", "1101_{2}"), (r"1101_{\text{2}}", "1101_2"), ("2A_{16}", "42"),
         ("(37)_8", "37_8"), ("10_{10}", "10"),
     ],
@@ -157,6 +182,12 @@ DIFFERENT = {
         ("[1,000]", "(1,0)"), ("12,34,56", "123456"), ("1 2 3", "123"),
     ],
     "collection": [
+        ('2 boys and 3 girls', '3 boys and 2 girls'),
+        (r"3\text{ hours, }20\text{ minutes}", r"20\text{ hours, }3\text{ minutes}"),
+        ('(a) 3, (b) 5', '(a) 5, (b) 3'),
+        ('(A) 3, (B) 5', '(A) 5, (B) 3'),
+        ('(i) 1, (ii) 2', '(i) 2, (ii) 1'),
+        (r"\{\emptyset\}", r"\emptyset"),
         (r"\{1,2\}", r"\{1,3\}"), (r"\{1,2\}", r"\{1,2,3\}"), ("2 and 3", "3"), ("n=2,3,4", "n=1,2,3"),
         ("(1,2)", "(2,1)"), ("(1,2)", "[1,2]"), ("x=1, y=2", "x=2, y=1"), ("(1,2)", r"\{1,2\}"),
         ("(1,2),(3,4)", "(1,3),(2,4)"), ("(1,2,3)", "(1,2)"), (r"2, 4, \ldots, 2n", r"2, 4, \ldots, 4n"),
@@ -165,6 +196,15 @@ DIFFERENT = {
         ("((1,2),3)", "(1,(2,3))"), ("(1,2)", "12"), ("(x,y)=(1,2)", "(y,x)=(1,2)"),
     ],
     "interval": [
+        (r"x > 1 \text{ and } y < 2", r"1 < x < 2"),
+        (r"x > 1, y > 1", r"x > 1"),
+        (r"x<1 \text{ or } y>2", r"x<1 \text{ or } x>2"),
+        (r"|x|<y", r"|x|<1"),
+        (r"(0,1)\cup(1,2)", r"(0,2)"),
+        (r"[1,2)\cup(2,3]", r"[1,3]"),
+        (r"x>1 \text{ and } x<2", r"x>1 \text{ or } x<2"),
+        ('|x|<3', '|x|>3'),
+        (r"|x|<3", r"|x|\le 3"),
         ("(0,1]", "[0,1)"), ("[0,1]", "(0,1)"), ("D=(0,1)", "D=(0,2)"), ("x<4", r"x\le4"), ("x<4", "x>4"),
         (r"(1,2)\cup(3,4)", "(1,2)"), (r"x \in [-2,7]", r"x\in[0,1]"), ("1<x<2", r"1\le x<2"),
         (r"(-\infty,3)", r"(3,\infty)"), (r"x\ne 2", "x=2"), ("x > 3", "3"), ("x^2>4", "x>2"), ("2<x", "x<2"),
@@ -183,12 +223,34 @@ DIFFERENT = {
         (r"\pm1", r"\pm2"),
     ],
     "equation": [
+        ('f(1)=3', 'f(1)=4'),
+        ('f(2)=5', 'f(5)=2'),
+        ('f(0)=0, f(1)=1', 'f(0)=1, f(1)=0'),
+        (r"\sin 2=5", r"\sin 2=6"),
+        ('2=3', '3=4'),
         ("3x-y+13=0", "3x+4y+14=0"), ("y=2x+1", "y=2x-1"), ("x+y=1", "x-y=1"),
         (r"F_n = \sum_{k=0}^{n-1} k", r"F_n = \sum_{k=0}^{n-2} k"), ("x=5", "x=6"), ("y=x^2", "x=y^2"),
         ("x^2=4", "x=2"), (r"y=\ln x", r"y=\ln x+1"), ("x^2=x", "x=1"), ("2+2=5", "5"),
         (r"F_n = \sum_{k=0}^{n-1} F_k F_{n-k-1}", r"F_n = \sum_{k=0}^{n-2} F_k F_{n-k-2}"),
     ],
     "algebra": [
+        (r"2\pi rh", r"2\pi"),
+        (r"\frac12 bh", r"\frac12"),
+        ('x^2+4 xy', 'x^2+4'),
+        ('3 mn', '3'),
+        ('(x+1) yz', 'x+1'),
+        (r"f \circ g", r"g \circ f"),
+        (r"f\circ g", r"fg"),
+        (r"\frac{dy}{dx}", r"\frac{y}{x}"),
+        (r"\frac{d}{dx}", r"\frac1x"),
+        ('dy/dx', 'xy'),
+        ('|x|+|y|', '|x+y|'),
+        (r"\sqrt{x^2y^2}", r"xy"),
+        (r"\infty-\infty", r"0"),
+        (r"0\cdot\infty", r"0"),
+        (r"\mathbf{a}\times\mathbf{b}", r"\mathbf{b}\times\mathbf{a}"),
+        ('5C2', '2C5'),
+        ('ln', 'nl'),
         ("a-b", "b-a"), ("x^2+1", "x^2"), ("4", r"4\sqrt(2)"), (r"\sqrt{2}", "2"), ("x^2", "x^3"), ("2^n", "n^2"),
         (r"\sin x", r"\cos x"), ("x+1", "x-1"), ("e^x", "e^{-x}"), (r"1-\frac1e", r"1+\frac1e"), ("3+4i", "3-4i"),
         ("3+4i", "4+3i"), ("f(x+1)", "f(x)+f(1)"), (r"\ln 2", r"\log_{10} 2"), (r"\sqrt[3]{2}", r"\sqrt{2}"),
@@ -201,11 +263,33 @@ DIFFERENT = {
         (r"\sum_{k=1}^{10^{8}} \frac1k", "19"), (r"\prod_{k=1}^{10} k", r"\prod_{k=1}^{11} k"),
     ],
     "unit": [
+        (r"12:00 noon", r"12:00 midnight"),
+        (r"5\% \text{ increase}", r"5\% \text{ decrease}"),
+        ('5 January', '5 February'),
+        ('5 January', '5'),
+        ('2020-01-02', '2020-02-01'),
+        ('7–8', '8–9'),
+        ('17 R 3', '3 R 17'),
+        (r"5\text{ r }1", r"1 r 5"),
+        ('10 base three', '10 base four'),
+        ('5 factorial', '5'),
+        ('3 tenths', '3'),
+        ('3 halves', '3'),
+        ('3 minutes fast', '3 minutes slow'),
+        ('5 inward', '5 outward'),
+        ('3 years ago', '3 years later'),
+        ('7 less', '7 more'),
+        (r"5\%3", r"53"),
+        (r"x\%y", r"xy"),
+        ('3 to 5', '5 to 3'),
         (r"28\%", r"0.28\%"), ("28", "0.28"), ("10:30", "1/3"), ("10:30", "10:03"), ("3:4", "4:3"),
         ("12:00", "1:00"), ("9:15 am", "9:15 pm"), ("10:30", "30:10"), ("1.5 million", "1.5"),
         (r"45^\circ", r"54^\circ"), ("5 heads", "5 tails"), ("2:4", "1:2"), ("3:4", "3/4"), (r"50\%", "0.5"),
     ],
     "text": [
+        (r"p \wedge q", r"p \vee q"),
+        ('?', '!'),
+        ('0xFE', '0xFF'),
         ("Evelyn", "Carla"), ("listen", "silent"), ("East", "West"), ("A", "B"), ("yes", "no"), ("no", "on"),
         ("dog", "god"), ("was", "saw"), ("None", "0"), ("True", "False"), (r"\text{n is even}", r"\text{n is odd}"),
         (r"n \text{ is even}", r"n \text{ is odd}"), ("3 red", "red 3"), ("A, B", "A"), ("correct", "incorrect"),
@@ -231,6 +315,7 @@ DIFFERENT = {
 }  # fmt: skip
 
 UNDECIDED = [
+    (r"\lfloor x \rfloor + 1", r"\lceil x \rceil"),  # not where x is an integer
     (r"\ln(ab)", r"\ln a+\ln b"),  # equal where the letters are positive
     (r"\log 100", "2"),  # to the base 10, but not to e
     (r"\sum_{k=1}^{10^{9}} \frac{1}{k^2}", "1.6449340658482264"),  # all digits that are known agree

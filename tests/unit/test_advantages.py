@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from megarl.advantages import spread
+from megarl.advantages import differing, spread
 from megarl.packing import num_sequences, response_tokens
 from megarl.settings import AdvantageConfig
 from megarl.types import Group
@@ -66,6 +68,16 @@ def test_batch_deviation_is_of_one_agent():
     together = spread([group_a, group_b], a + b, every, cfg)
     alone = spread([group_a], a, every, cfg)
     assert [s.advantage for s in together[:3]] == [s.advantage for s in alone]
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_no_number_is_masked_and_moves_no_baseline(odd):
+    members = rollouts("a", "q0", ["1"] * 4)
+    group = Group(key=("x",), rollouts=tuple(r.key for r in members), rewards=(1.0, 0.0, odd, 1.0))
+    samples = spread([group], members, {r.key: stats(r) for r in members}, AdvantageConfig(eps=0.0))
+    assert [s.advantage for s in samples] == pytest.approx([3**-0.5, -2 * 3**-0.5, 0, 3**-0.5])
+    assert [bool(s.mask.any()) for s in samples] == [True, True, False, True]
+    assert differing([replace(group, rewards=(1.0, 1.0, odd, 1.0))], None) == {"a": []}
 
 
 def test_a_rollout_in_two_groups_raises():

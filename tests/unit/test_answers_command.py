@@ -68,6 +68,9 @@ def test_vote(answers):
         ("extract", {"id": 1, "text": "", "task": "chess"}, "task='chess': one of math, mcq"),
         ("vote", {"id": 1, "answers": [1]}, "answers=[1]: a list of strings and nulls"),
         ("vote", [], "is no object"),
+        ("extract", {"id": 1, "text": "", "task": ["mcq"]}, "task=['mcq']: one of math, mcq"),
+        ("extract", {"id": 1, "text": "", "task": "mcq", "options": 5}, "options=5: the letters"),
+        ("extract", {"id": 1, "text": "", "task": "mcq", "options": ["A", "two"]}, "options=['A', 'two']"),
     ],
 )
 def test_bad_rows_are_named(answers, capsys, verb, row, says):
@@ -79,3 +82,24 @@ def test_a_missing_file_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main(["answers", "judge", str(tmp_path / "no"), str(tmp_path / "out")])
     assert end.value.code == 2 and "no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("second", [b'{"id": 2, "a": "1"', b"\xff\xfe", b"[" * 100_000, b'{"id": 2}'])
+def test_a_bad_row_leaves_nothing_behind(tmp_path, capsys, second):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b'{"id": 1, "a": "1", "b": "1"}\n' + second + b"\n")
+    target.write_text("of another day\n")
+    with pytest.raises(SystemExit) as end:
+        main(["answers", "judge", str(source), str(target)])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "in.jsonl:2: " in said and said.count("\n") == 1
+    assert target.read_text() == "of another day\n" and sorted(tmp_path.iterdir()) == [source, target]
+
+
+def test_a_target_without_a_folder_is_bad_input(tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"id": 1, "a": "1", "b": "1"}\n')
+    for target in (tmp_path / "no" / "out.jsonl", tmp_path):
+        with pytest.raises(SystemExit) as end:
+            main(["answers", "judge", str(source), str(target)])
+        assert end.value.code == 2 and f"{target}: no place for a file" in capsys.readouterr().err

@@ -76,6 +76,7 @@ def test_wrong_keys_and_values_are_named(changes, expected):
             "train_samples_per_prompt=4 is more than the 3 rollouts per prompt of agents.b",
         ),
         ({"batch__samples_per_prompt": 1}, "agents.a trains on 1 rollout per prompt"),
+        ({"batch__samples_per_prompt": 1, "advantage__mode": "batch"}, "advantage 0 under advantage.mode=batch"),
         (
             {"agents__a": {"model": "m", "backend": "reference", "layout": {"tp": 2}}},
             "agents.a.layout=TP2: backend=ref",

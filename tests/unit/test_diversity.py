@@ -128,6 +128,14 @@ def test_the_command_on_recorded_files(tmp_path, capsys):
     assert "NAME=FILE" in capsys.readouterr().err
     assert megarl(*command, files[0]) == 2
     assert "there is only x" in capsys.readouterr().err
+    for option, message in {
+        ("--ring", "1"): "at least 2 agents",
+        ("--ring", "3"): "rings of 2 to 2",
+        ("--top", "0"): "--top 0",
+        ("--out", tmp_path / "p.jsonl" / "x"): "no place for a file",
+    }.items():
+        assert megarl("diversity", "--set", tmp_path / "set.yaml", "--rollouts", *files, *option) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_the_command_on_models(tmp_path, capsys):

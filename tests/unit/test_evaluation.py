@@ -276,6 +276,39 @@ def test_the_command_reproduces_the_table_from_files(tmp_path, capsys):
     assert "stand there twice" in capsys.readouterr().err
 
 
+def test_faults_of_recorded_files_are_named_and_leave_no_results(tmp_path, capsys):
+    """Before anything is computed: results that stand there, and folders that are none."""
+    problems, own = tmp_path / "problems.jsonl", tmp_path / "own.yaml"
+    problems.write_text("".join(json.dumps({"key": k, "q": "?", "a": v}) + "\n" for k, v in GOLD.items()))
+    own.write_text("data: {prompt: q, gold: a, id: key}\n")
+    (tmp_path / "untold.yaml").write_text("data: {prompt: q, id: key}\n")
+    files = {name: tmp_path / f"{name}.parquet" for name in ("good", "empty", "numbers", "nulls")}
+    rollouts.write(files["good"], recorded(), step=3)
+    rollouts.write(files["empty"], [], step=3)
+    table = pq.read_table(files["good"])
+    at = table.column_names.index("text")
+    for name, of in {"numbers": pa.array([1] * len(table)), "nulls": pa.nulls(len(table), pa.string())}.items():
+        pq.write_table(table.set_column(at, "text", of), files[name])
+
+    def evaluated(file, out, spec=own):
+        code = megarl("eval", "--rollouts", str(files[file]), "--set", f"{spec}={problems}", "--out", str(out))
+        return code, capsys.readouterr().err
+
+    out = tmp_path / "out"
+    for file, message in {"empty": "no rollout in it", "numbers": "column text", "nulls": "column text"}.items():
+        code, said = evaluated(file, out)
+        assert code == 2 and message in said and said.count("\n") == 1 and not list(out.iterdir())
+    code, said = evaluated("good", out, tmp_path / "untold.yaml")
+    assert code == 2 and "data.gold names no column" in said
+    code, said = evaluated("good", problems / "below")
+    assert code == 2 and f"{problems} is a file" in said
+    assert evaluated("good", out)[0] == 0
+    first = (out / "results.json").read_bytes()
+    code, said = evaluated("good", out)
+    assert code == 2 and "holds results already" in said and (out / "results.json").read_bytes() == first
+    assert sorted(p.name for p in out.iterdir()) == ["results.json", "results.md"]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -38,6 +38,9 @@ class Ranks(Protocol):
 
 def make_worker(**kwargs: Any) -> Any:
     """A ``MegatronWorker``, in the process that is to be a rank: for a worker group in place of the class."""
+    from megarl.backends.megatron import cpu
+
+    cpu.enable()  # ahead of megatron-core, whose import decides on compilation
     from megarl.backends.megatron.worker import MegatronWorker
 
     return MegatronWorker(**kwargs)
