@@ -274,7 +274,7 @@ def _plan_refits(
     assert isinstance(policy, MegatronPolicy) and isinstance(engine, VllmEngine) and placement is not None
     ids = [bundle.node.id for bundle in placement.bundles[: agent.layout.world]]
     nodes = [list(dict.fromkeys(ids)).index(node) for node in ids]
-    return PlannedReshard(agent, policy, engine, nodes, cfg.reshard.bucket_bytes)
+    return PlannedReshard(agent, policy, engine, nodes, cfg.reshard)
 
 
 def _build_policy(name: str, cfg: RunConfig, placement: Placement | None) -> Policy:

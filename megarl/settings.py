@@ -388,3 +388,9 @@ class ReshardConfig(Section):
         "more (Megatron policies with vLLM engines)",
     )
     bucket_bytes: int = Field(default=256 << 20, ge=1 << 16)
+    verify_every: int | None = Field(
+        default=50,
+        ge=1,
+        description="planned: the first refit and every so many after it are verified by checksums of every tensor; "
+        "null: none",
+    )

@@ -170,6 +170,13 @@ def test_a_planned_refit_is_load_weights_and_moves_the_lower_bound(ranks, reques
     assert not at or gpus == 8 or any(found["forwarded"] for found in by_rank[0])
 
 
+@pytest.mark.parametrize("ranks", (LayoutConfig(),), indirect=True, ids=str)
+def test_training_names_are_bridges(ranks, models):
+    """All seven families, by name and by kind of mapping; those that are trained also by value, above."""
+    (found,) = ranks.run(refits.registry, list(models.values()))
+    assert len(found) == len(models) and not any(found.values()), found
+
+
 @pytest.mark.parametrize("ranks", (LayoutConfig(tp=2),), indirect=True, ids=str)
 def test_one_changed_element_changes_that_parameter_alone(ranks, models, loaded):
     """What the comparison above would say of a refit that brings other weights."""

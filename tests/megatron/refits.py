@@ -9,10 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from megarl.backends.exchange import Exchange, place
+from megarl.backends.megatron import patches
 from megarl.backends.megatron.model import Model, build_model
 from megarl.backends.shards.boxes import sizes
+from megarl.backends.shards.families import parts
 from megarl.backends.shards.layout import Layout
 from megarl.backends.shards.plan import make_plan
 from megarl.backends.shards.topology import Topology
@@ -22,6 +25,12 @@ from megarl.planning.request import layout_of
 from megarl.settings import AgentConfig, LayoutConfig
 
 UNWRITTEN = 7.0
+# Bridge's mapping class of every kind of tensor; AutoMapping takes row, column or neither from the module
+MAPPINGS = {
+    **dict.fromkeys(("q", "k", "v"), "QKVMapping"),
+    **dict.fromkeys(("gate", "up", "expert_gate", "expert_up"), "GatedMLPMapping"),
+    **dict.fromkeys(("row", "expert_row", "replicated", "vocabulary"), "AutoMapping"),
+}
 
 
 @contextmanager
@@ -121,6 +130,22 @@ def export(model: Model) -> dict[str, Any]:
         for _ in model.exported():
             pass
     return {"exported": exported["bytes"], "export_seconds": time.perf_counter() - start}
+
+
+def registry(worker: Any, folders: Sequence[Path]) -> dict[str, list[str]]:
+    """Per model: tensors that Bridge's registry maps elsewhere, or otherwise, than the description does."""
+    found = {}
+    for folder in folders:
+        names = patches.import_bridge().from_hf_config(AutoConfig.from_pretrained(folder))._model_bridge
+        mappings, wrong = names.mapping_registry(), []
+        for part in parts(read_shape(str(folder)), 4):
+            mapping = mappings.hf_to_megatron_lookup(part.tensor.name)
+            layer = part.place if isinstance(part.place, int) else 0
+            wanted = part.training.format(layer, e=part.expert)
+            if mapping is None or (mapping.megatron_param, type(mapping).__name__) != (wanted, MAPPINGS[part.kind]):
+                wrong.append(f"{part.tensor.name}: {mapping}")
+        found[folder.name] = wrong
+    return found
 
 
 def differences(model: Model, layout: Layout, path: Path) -> list[str]:

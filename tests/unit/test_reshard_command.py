@@ -106,6 +106,20 @@ def test_what_has_no_plan_is_refused(argv, message):
         run(["--explain", "+experiment=reshard_llama70b", *argv])
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        ("engine.replicas=3", r"the 3 x TP4 engine ranks of agents\.qwen are more than its policy's 8 ranks"),
+        ("engine.backend=reference", r"agents\.qwen has backend=megatron, engine\.backend=reference: use gathered"),
+    ),
+)
+def test_a_run_that_cannot_be_planned_is_refused(change, message):
+    run_of = ["+experiment=reshard_qwen32b", "reshard.method=planned"]
+    assert compose(run_of).reshard.method == "planned"
+    with pytest.raises(ValueError, match=message):
+        compose([*run_of, f"agents.qwen.{change}"])
+
+
 def test_presets_are_the_planners_devices():
     assert PRESETS == ("a100-8x-ib200", "h100-8x-ib400", "h200-8x-ib400", "b200-8x-ib400")
     with pytest.raises(ValueError, match="--topology h100: not one of a100-8x-ib200"):

@@ -18,7 +18,7 @@ from megarl.backends.exchange import Moved, Piece
 from megarl.backends.megatron.order import context_rows
 from megarl.backends.megatron.records import Coordinates, UpdateResult
 from megarl.backends.protocols import WeightBucket
-from megarl.backends.scratch import BUCKET, SHARED_MEMORY
+from megarl.backends.scratch import BUCKET
 from megarl.backends.shards import layout as shards
 from megarl.backends.shards.topology import Topology
 from megarl.backends.updates import KERNELS, take_steps
@@ -72,6 +72,7 @@ class MegatronPolicy:
     ) -> None:
         self.version = 0
         self._layout = agent.layout
+        self._round_bytes = 0  # of the files of one round of planned refits
         self._ranks = ranks
         self._tokens = tokens_per_microbatch
         self._writers = frozenset(writers)
@@ -137,13 +138,14 @@ class MegatronPolicy:
 
     def open_plan(self, training: shards.Layout, engine: shards.Layout, topology: Topology, bucket_bytes: int) -> None:
         """Every rank makes the plan of refits to that engine. Raises ValueError where it cannot be carried out."""
+        self._round_bytes = 2 * bucket_bytes * self._layout.world  # what arrives, and what is passed on
         keys = self._ranks.call_all("open_plan", training, engine, topology, bucket_bytes)
         assert len(set(keys)) == 1, "ranks made different plans"
 
     def planned_rounds(self) -> Generator[list[Parcel], None, None]:
         """Round by round what each rank has for the engine on its GPU; the files go when the next round is asked."""
         self._ranks.call_all("begin_plan")
-        directory = self._bucket_dir or SHARED_MEMORY
+        directory = self._bucket_dir or roomy_folder(self._round_bytes)
         stem = f"{BUCKET}{uuid.uuid4().hex}"
         try:
             for count in itertools.count():
@@ -154,6 +156,10 @@ class MegatronPolicy:
                 yield [Parcel(files=files, moved=moved) for files, moved in arrived]
         finally:
             self._ranks.call_all("remove_round")
+
+    def fingerprints(self) -> list[dict[tuple[int, str], int]]:
+        """Per rank (engine rank, tensor) -> fingerprint of what the rank holds of that."""
+        return self._ranks.call_all("fingerprints")
 
     def save(self, path: Path) -> None:
         """Weights, optimizer and version into ``path``, a directory (made if missing) that all ranks can write to."""

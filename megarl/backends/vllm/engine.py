@@ -111,25 +111,34 @@ class VllmEngine:
                 raise ValueError(f"nothing fills the engine's {lacking[0]}: use reshard.method=gathered for this model")
         return Layout(dict(tensors), tuple(tuple(s) for s, _, _ in recorded), tuple(p for _, p, _ in recorded))
 
-    def begin_boxes(self, layout: Layout) -> None:
-        """As begin_refit, for a planned refit of that layout."""
+    def begin_boxes(self, layout: Layout, *, verify: bool) -> None:
+        """As begin_refit, for a planned refit of that layout; ``verify``: take fingerprints at its end."""
         self._phase.begin_refit()
         padded = [set(layout.padding(rank)) for rank in range(layout.world)]
         pairs = zip(self._per_replica(layout.params), self._per_replica(padded), strict=True)
-        self._workers.call_each("begin_boxes", list(pairs))
+        self._workers.call_each("begin_boxes", [(*pair, verify) for pair in pairs])
 
     def take(self, files: Sequence[Any]) -> None:
         """One round's buckets: per slot the files and what they hold."""
         self._phase.check_refitting()
         self._workers.call_each("take", [(part,) for part in self._per_replica(files)])
 
-    def finish_boxes(self, layout: Layout, version: int) -> None:
-        """As finish_refit."""
+    def finish_boxes(self, layout: Layout) -> None:
+        """Raise ValueError unless all of every parameter has come; drop cached prefixes."""
         self._phase.check_refitting()
         wanted = [layout.elements(rank) for rank in range(layout.world)]
         self._workers.call_each("finish_boxes", [(part,) for part in self._per_replica(wanted)])
+
+    def admit(self, version: int) -> None:
+        """A planned refit is over: stamp the version, let the engine generate."""
+        self._phase.check_refitting()
         self._phase.finish_refit()
         self.version = version
+
+    def fingerprints(self) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
+        """Per slot tensor -> fingerprint, and parameter -> elements of padding that are not zero, of the last refit."""
+        ranks = [rank for replica in self._workers.call_all("fingerprints") for rank in replica]
+        return [tensors for tensors, _ in ranks], [strays for _, strays in ranks]
 
     def _per_replica(self, per_slot: Sequence[Any]) -> list[list[Any]]:
         size = len(per_slot) // self._workers.world

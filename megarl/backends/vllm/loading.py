@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from megarl.backends.exchange import Piece, place
+from megarl.backends.fingerprints import MODULUS, of_view, stray
 from megarl.backends.shards.layout import Shard, Tensor
 from megarl.backends.vllm.record import record
 
@@ -35,6 +36,9 @@ class WeightLoading:
     rank: int
 
     _boxes: "Boxes | None" = None
+    _seal: "Seal | None" = None
+    _shards: Sequence[Shard] = ()
+    _tensors: Mapping[str, tuple[int, ...]] = {}
 
     def megarl_begin_reload(self) -> None:
         initialize_layerwise_reload(self.model_runner.get_model())
@@ -58,11 +62,18 @@ class WeightLoading:
         self, tensors: Sequence[Tensor]
     ) -> tuple[list[Shard], dict[str, tuple[int, ...]], dict[str, str]]:
         """See ``record``."""
-        return record(self.vllm_config, tensors)
+        recorded = record(self.vllm_config, tensors)
+        self._shards = recorded[0]
+        self._tensors = {tensor.name: tensor.shape for tensor in tensors}
+        return recorded
 
-    def megarl_begin_boxes(self, shapes: Sequence[Mapping[str, tuple[int, ...]]], padded: Sequence[set[str]]) -> None:
+    def megarl_begin_boxes(
+        self, shapes: Sequence[Mapping[str, tuple[int, ...]]], padded: Sequence[set[str]], verify: bool
+    ) -> None:
         """A planned refit begins: parameters' shapes as recorded, and those with rows of no tensor, per rank."""
-        self._boxes = Boxes(self.model_runner.get_model(), shapes[self.rank], padded[self.rank])
+        seal = Seal(self._shards, self._tensors) if verify else None
+        self._boxes = Boxes(self.model_runner.get_model(), shapes[self.rank], padded[self.rank], seal)
+        self._seal = seal
 
     def megarl_take(self, files: Sequence[Files]) -> None:
         """This rank's buckets; the files may go once this has returned."""
@@ -80,6 +91,30 @@ class WeightLoading:
         self._boxes = None
         return missing
 
+    def megarl_fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Tensor -> fingerprint, parameter -> stray elements, of the last refit, which was one with ``verify``."""
+        assert self._seal is not None, "megarl_fingerprints without a refit that is verified"
+        return self._seal.tensors, self._seal.strays
+
+
+class Seal:
+    """Fingerprints of parameters as they stand after a refit, before vLLM packs them."""
+
+    def __init__(self, shards: Sequence[Shard], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+        self._shards: dict[str, list[Shard]] = defaultdict(list)
+        for shard in shards:
+            self._shards[shard.param].append(shard)
+        self.tensors: dict[str, int] = defaultdict(int)
+        self.strays: dict[str, int] = {}
+
+    def take(self, name: str, param: torch.Tensor) -> None:
+        """Note a parameter, once."""
+        for shard in self._shards[name]:
+            value = of_view(param, shard.view(shard.box), shard.box, self._shapes[shard.tensor])
+            self.tensors[shard.tensor] = (self.tensors[shard.tensor] + value) % MODULUS
+        self.strays[name] = stray(param, self._shards[name])
+
 
 class Boxes:
     """Writes pieces into a model's parameters, in place where they are as their loaders left them.
@@ -88,8 +123,10 @@ class Boxes:
     model, and its layer packed anew as soon as all of it has come, so that few weights are held twice.
     """
 
-    def __init__(self, model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], padded: set[str]) -> None:
-        self._model, self._shapes, self._padded = model, shapes, padded
+    def __init__(
+        self, model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], padded: set[str], seal: Seal | None
+    ) -> None:
+        self._model, self._shapes, self._padded, self._seal = model, shapes, padded, seal
         self._aside: dict[str, torch.Tensor] = {}
         self._written: dict[str, int] = dict.fromkeys(shapes, 0)
         self._layers: dict[str, list[str]] = defaultdict(list)  # module -> its parameters
@@ -124,12 +161,20 @@ class Boxes:
             return
         module = self._model.get_submodule(layer)
         for name in aside:
+            if self._seal is not None:
+                self._seal.take(name, self._aside[name])
             setattr(module, name.rpartition(".")[2], torch.nn.Parameter(self._aside.pop(name), requires_grad=False))
         method: Any = module.quant_method
         method.process_weights_after_loading(module)
 
     def finish(self, wanted: Mapping[str, int]) -> list[str]:
         missing = sorted(name for name, count in wanted.items() if self._written[name] != count)
+        for name in self._padded:
+            if not self._written[name]:  # the rank's rows are all padding
+                self._model.get_parameter(name).data.zero_()
+        if not missing and self._seal is not None:
+            for name in self._shapes.keys() - self._seal.strays.keys():
+                self._seal.take(name, self._model.get_parameter(name).data)
         if not missing and current_platform.is_cpu():
             _repack_heads(self._model)
         return missing

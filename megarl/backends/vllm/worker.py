@@ -155,13 +155,15 @@ class VllmWorker:
         """Per rank: shards, shapes of parameters, tensors that cannot be recorded (see vllm.record)."""
         return self._llm.collective_rpc("megarl_record", args=(list(tensors),))
 
-    def begin_boxes(self, shapes: Sequence[Mapping[str, tuple[int, ...]]], padded: Sequence[set[str]]) -> None:
+    def begin_boxes(
+        self, shapes: Sequence[Mapping[str, tuple[int, ...]]], padded: Sequence[set[str]], verify: bool
+    ) -> None:
         """A planned refit; one that was given up half-way, of either kind, is forgotten."""
         self._take_back("weights")
         if self._received is not None:
             self._received = None
             self._llm.collective_rpc("megarl_finish_reload")
-        self._llm.collective_rpc("megarl_begin_boxes", args=(shapes, padded))
+        self._llm.collective_rpc("megarl_begin_boxes", args=(shapes, padded, verify))
 
     def take(self, files: Sequence[Any]) -> None:
         """Per rank its buckets of one round."""
@@ -178,6 +180,10 @@ class VllmWorker:
                 )
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: requests are still running")
+
+    def fingerprints(self) -> list[Any]:
+        """Per rank: fingerprints of tensors, stray elements of parameters."""
+        return self._llm.collective_rpc("megarl_fingerprints")
 
     def sleep(self) -> None:
         """Free the GPU; weights are dropped, not kept in host memory, since a refit follows."""
