@@ -55,7 +55,7 @@ class PlannedReshard:
             for parcels in rounds:
                 self._engine.take([parcel.files for parcel in parcels[: self._layout.world]])
                 moved = [parcel.moved for parcel in parcels]
-        self._engine.finish_boxes(self._layout)
+        self._engine.finish_boxes()
         if due:
             compare(self._policy.fingerprints(), *self._engine.fingerprints())
         self._engine.admit(version)

@@ -114,8 +114,8 @@ class VllmEngine:
     def begin_boxes(self, layout: Layout, *, verify: bool) -> None:
         """As begin_refit, for a planned refit of that layout; ``verify``: take fingerprints at its end."""
         self._phase.begin_refit()
-        padded = [set(layout.padding(rank)) for rank in range(layout.world)]
-        pairs = zip(self._per_replica(layout.params), self._per_replica(padded), strict=True)
+        wanted = [layout.elements(rank) for rank in range(layout.world)]
+        pairs = zip(self._per_replica(layout.params), self._per_replica(wanted), strict=True)
         self._workers.call_each("begin_boxes", [(*pair, verify) for pair in pairs])
 
     def take(self, files: Sequence[Any]) -> None:
@@ -123,11 +123,10 @@ class VllmEngine:
         self._phase.check_refitting()
         self._workers.call_each("take", [(part,) for part in self._per_replica(files)])
 
-    def finish_boxes(self, layout: Layout) -> None:
+    def finish_boxes(self) -> None:
         """Raise ValueError unless all of every parameter has come; drop cached prefixes."""
         self._phase.check_refitting()
-        wanted = [layout.elements(rank) for rank in range(layout.world)]
-        self._workers.call_each("finish_boxes", [(part,) for part in self._per_replica(wanted)])
+        self._workers.call_all("finish_boxes")
 
     def admit(self, version: int) -> None:
         """A planned refit is over: stamp the version, let the engine generate."""

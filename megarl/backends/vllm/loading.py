@@ -25,9 +25,10 @@ Files = Sequence[tuple[str, Sequence[Piece]]]  # buckets and what they hold, of 
 
 
 class WeightLoading:
-    """Layerwise reload: on CPU vLLM packs its linear weights and drops the originals, so that a plain load cannot work.
+    """Whole tensors by layerwise reload, or this rank's own boxes of them (``*_boxes``).
 
-    Between begin and finish the model is in pieces; whoever calls sees to it that nothing generates.
+    On CPU vLLM packs its linear weights and drops the originals, so that a plain load cannot work. Between begin and
+    finish the model is in pieces; whoever calls sees to it that nothing generates.
     """
 
     vllm_config: Any  # of the worker that this class is mixed into
@@ -68,12 +69,11 @@ class WeightLoading:
         return recorded
 
     def megarl_begin_boxes(
-        self, shapes: Sequence[Mapping[str, tuple[int, ...]]], padded: Sequence[set[str]], verify: bool
+        self, shapes: Sequence[Mapping[str, tuple[int, ...]]], wanted: Sequence[Mapping[str, int]], verify: bool
     ) -> None:
-        """A planned refit begins: parameters' shapes as recorded, and those with rows of no tensor, per rank."""
-        seal = Seal(self._shards, self._tensors) if verify else None
-        self._boxes = Boxes(self.model_runner.get_model(), shapes[self.rank], padded[self.rank], seal)
-        self._seal = seal
+        """A planned refit begins. Per rank the shapes of parameters, as recorded, and how many elements of each come."""
+        self._seal = Seal(self._shards, self._tensors) if verify else None
+        self._boxes = Boxes(self.model_runner.get_model(), shapes[self.rank], wanted[self.rank], self._seal)
 
     def megarl_take(self, files: Sequence[Files]) -> None:
         """This rank's buckets; the files may go once this has returned."""
@@ -83,11 +83,11 @@ class WeightLoading:
                 with safe_open(path, framework="pt") as file:
                     self._boxes.write(file.get_tensor("bucket"), pieces)
 
-    def megarl_finish_boxes(self, wanted: Sequence[Mapping[str, int]]) -> list[str]:
-        """Parameters of which not all elements came, of ``wanted`` per rank; none: the model is complete."""
+    def megarl_finish_boxes(self) -> list[str]:
+        """Parameters of which not all elements came; none: the model is complete."""
         assert self._boxes is not None, "megarl_finish_boxes outside a planned refit"
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            missing = self._boxes.finish(wanted[self.rank])
+            missing = self._boxes.finish()
         self._boxes = None
         return missing
 
@@ -124,9 +124,14 @@ class Boxes:
     """
 
     def __init__(
-        self, model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], padded: set[str], seal: Seal | None
+        self,
+        model: torch.nn.Module,
+        shapes: Mapping[str, tuple[int, ...]],
+        wanted: Mapping[str, int],
+        seal: Seal | None,
     ) -> None:
-        self._model, self._shapes, self._padded, self._seal = model, shapes, padded, seal
+        """``wanted``: elements per parameter; fewer than it has where some of its rows belong to no tensor."""
+        self._model, self._shapes, self._wanted, self._seal = model, shapes, wanted, seal
         self._aside: dict[str, torch.Tensor] = {}
         self._written: dict[str, int] = dict.fromkeys(shapes, 0)
         self._layers: dict[str, list[str]] = defaultdict(list)  # module -> its parameters
@@ -138,7 +143,7 @@ class Boxes:
             name = piece.into.param
             place({name: self._open(name, bucket)}, bucket, [piece])
             self._written[name] += prod(piece.shape)
-            if self._written[name] == prod(self._shapes[name]):
+            if self._written[name] == self._wanted[name]:
                 self._pack(name.rpartition(".")[0])
 
     def _open(self, name: str, bucket: torch.Tensor) -> torch.Tensor:
@@ -149,7 +154,7 @@ class Boxes:
         into = param.data if fits else torch.empty(self._shapes[name], dtype=bucket.dtype, device=param.device)
         if not fits:
             self._aside[name] = into
-        if name in self._padded and not self._written[name]:
+        if not self._written[name] and self._wanted[name] < prod(self._shapes[name]):
             into.zero_()
         return into
 
@@ -157,7 +162,7 @@ class Boxes:
         """Give a layer the parameters that were put together beside it, once all of its own have come."""
         names = self._layers[layer]
         aside = [name for name in names if name in self._aside]
-        if not aside or any(self._written[name] != prod(self._shapes[name]) for name in names):
+        if not aside or any(self._written[name] != self._wanted[name] for name in names):
             return
         module = self._model.get_submodule(layer)
         for name in aside:
@@ -167,17 +172,20 @@ class Boxes:
         method: Any = module.quant_method
         method.process_weights_after_loading(module)
 
-    def finish(self, wanted: Mapping[str, int]) -> list[str]:
-        missing = sorted(name for name, count in wanted.items() if self._written[name] != count)
-        for name in self._padded:
-            if not self._written[name]:  # the rank's rows are all padding
+    def finish(self) -> list[str]:
+        """Parameters of which not all has come; where there are none, the model is complete."""
+        missing = sorted(name for name, count in self._wanted.items() if self._written[name] != count)
+        if missing:
+            return missing
+        for name, count in self._wanted.items():
+            if not count:  # all of this rank's rows are padding
                 self._model.get_parameter(name).data.zero_()
-        if not missing and self._seal is not None:
+        if self._seal is not None:
             for name in self._shapes.keys() - self._seal.strays.keys():
                 self._seal.take(name, self._model.get_parameter(name).data)
-        if not missing and current_platform.is_cpu():
+        if current_platform.is_cpu():
             _repack_heads(self._model)
-        return missing
+        return []
 
 
 def _repack_heads(model: torch.nn.Module) -> None:

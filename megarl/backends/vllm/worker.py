@@ -156,27 +156,25 @@ class VllmWorker:
         return self._llm.collective_rpc("megarl_record", args=(list(tensors),))
 
     def begin_boxes(
-        self, shapes: Sequence[Mapping[str, tuple[int, ...]]], padded: Sequence[set[str]], verify: bool
+        self, shapes: Sequence[Mapping[str, tuple[int, ...]]], wanted: Sequence[Mapping[str, int]], verify: bool
     ) -> None:
         """A planned refit; one that was given up half-way, of either kind, is forgotten."""
         self._take_back("weights")
         if self._received is not None:
             self._received = None
             self._llm.collective_rpc("megarl_finish_reload")
-        self._llm.collective_rpc("megarl_begin_boxes", args=(shapes, padded, verify))
+        self._llm.collective_rpc("megarl_begin_boxes", args=(shapes, wanted, verify))
 
     def take(self, files: Sequence[Any]) -> None:
         """Per rank its buckets of one round."""
         self._llm.collective_rpc("megarl_take", args=(files,))
 
-    def finish_boxes(self, wanted: Sequence[Mapping[str, int]]) -> None:
+    def finish_boxes(self) -> None:
         """Drop cached prefixes. Raises ValueError where not all of a parameter has come."""
-        missing = self._llm.collective_rpc("megarl_finish_boxes", args=(wanted,))
-        for rank, names in enumerate(missing):
+        for rank, names in enumerate(self._llm.collective_rpc("megarl_finish_boxes")):
             if names:
                 raise ValueError(
-                    f"{len(names)} of {len(wanted[rank])} parameters of engine rank {rank} were not written whole in "
-                    f"the refit: {_some(names)}"
+                    f"{len(names)} parameters of engine rank {rank} were not written whole in the refit: {_some(names)}"
                 )
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: requests are still running")
