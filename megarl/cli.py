@@ -143,6 +143,13 @@ def answers(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def rewrite(argv: Sequence[str]) -> int:
+    """A second wording of every prompt: megarl rewrite IN OUT --endpoint URL --model NAME, or agents.NAME.model=DIR"""
+    from megarl.rewrite_command import run
+
+    return run(argv)
+
+
 def plan(argv: Sequence[str]) -> int:
     """Does a cohort fit, how is it best laid out, how long is a step: megarl plan +experiment=NAME [--json]"""
     from megarl.planning.command import run
@@ -164,5 +171,6 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "plan": plan,
     "reshard": reshard,
     "diversity": diversity,
+    "rewrite": rewrite,
     "demo": demo,
 }

@@ -3,7 +3,6 @@
 Hydra composes YAML at the door (``compose``); what it may say is decided here, by one frozen pydantic tree. No torch.
 """
 
-import difflib
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,6 +37,7 @@ from megarl.settings import (
     RewardConfig,
     SamplingConfig,
     Section,
+    did_you_mean,
 )
 from megarl.shape import check_model
 
@@ -303,21 +303,37 @@ def validate(raw: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        raise ValueError("\n".join(_line(fault) for fault in error.errors())) from error
+        raise ValueError("\n".join(_line(fault, raw) for fault in error.errors())) from error
 
 
-def _line(fault: Any) -> str:
+def _line(fault: Any, raw: Mapping[str, Any]) -> str:
     path = [str(part) for part in fault["loc"]]
     if fault["type"] == "extra_forbidden":
+        if path[0] == "algo" and len(path) == 3 and (owners := _methods_with(path[2])):
+            return (
+                f"algo.{path[2]} is of algo.name={' and '.join(owners)}, and this run's is {path[1]}: take it away by "
+                f"~algo.{path[2]}"
+            )
         section = _section(path[:-1])
-        close = difflib.get_close_matches(path[-1], section, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(section)}"
-        return f"{'.'.join(path)}: no such key; {hint}"
+        hint = did_you_mean(path[-1], section) or f"; known here: {', '.join(section)}"
+        return f"{'.'.join(path)}: no such key{hint}"
+    if fault["type"] == "missing" and path[:1] == ["agents"] and path[2:] == ["model"]:
+        others = [str(name) for name in raw["agents"] if str(name) != path[1]]
+        if hint := did_you_mean(path[1], others):
+            return f"agents.{path[1]}: no such agent{hint} (a further agent needs a model)"
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error":
         return f"{'.'.join(path)}: {message}" if path else message
     given = "" if fault["type"] == "missing" else f" (given: {fault['input']!r})"
+    if fault["type"] == "string_type" and isinstance(fault["input"], int | float):
+        given += f"; a text that looks like a number or a truth value takes quotes: {'.'.join(path)}=\"'...'\""
     return f"{'.'.join(path)}: {message}{given}"
+
+
+def _methods_with(field: str) -> list[str]:
+    """Names of the methods that have this setting."""
+    methods = [m for m in _flatten(AnyAlgorithm) if isinstance(m, type) and issubclass(m, BaseModel)]
+    return [m.model_fields["name"].default for m in methods if field in m.model_fields]
 
 
 def _section(path: Sequence[str]) -> list[str]:

@@ -27,8 +27,9 @@ def diagnose(
     """All metrics of one step's rollouts.
 
     label: label_accuracy (of the prompts that have a label, the share where it is true), unlabeled_share,
-    majority_share_parsed and majority_share_total (of the agent's own vote: two denominators) and the same where that
-    vote is true (..._right) and where it is not (..._wrong), vote_margin (votes of the winner less those of the
+    majority_share_parsed and majority_share_total (of the agent's own vote: two denominators, of which the first leaves
+    out prompts without any readable answer) and the same where that vote is true (..._right) and where it is not
+    (..._wrong), vote_margin (votes of the winner less those of the
     runner-up, of the parsed ones), answer_entropy (nats, of the parsed answers of a prompt), vote_ties (count),
     answered_share, sampled_accuracy (of all answers); where prompts do not train, dropped_share, and of the prompts
     with a wrong (right) label drop_rate_wrong_label (drop_rate_right_label), unless verifier/ has them. reward:
@@ -132,8 +133,9 @@ def _votes(seen: Sequence[Rollout], own: Ballots, labels: Labels, gold: Gold) ->
     }
     for suffix, of in split.items():
         if of:
-            out[f"label/majority_share_parsed{suffix}"] = _mean(b.share_parsed for b in of)
             out[f"label/majority_share_total{suffix}"] = _mean(b.share_total for b in of)
+        if read := [b for b in of if b.parsed]:
+            out[f"label/majority_share_parsed{suffix}"] = _mean(b.share_parsed for b in read)
     return out
 
 
@@ -167,8 +169,8 @@ def reward_accuracy(seen: Sequence[Rollout], labels: Labels, groups: Sequence[Gr
 
     reward/reward_accuracy is that of first answers; with later turns there are _verify, _revise and, of all roles
     together, _all. A verdict is judged by whether it fits the answer that it speaks of, that answer being held against
-    the label and against the truth. A method without labels is judged by its rewards: right is the highest one of the
-    step, if it is above 0 (a method that pays for form as well gives 2, 1 or 0).
+    the label and against the truth. A method without labels is judged by its rewards where they are 1 or 0; rewards
+    on a scale (certainty, entropy) call nothing right, and there is no such metric.
     """
     by_key = {r.key: r for r in seen}
     paid = [
@@ -177,11 +179,12 @@ def reward_accuracy(seen: Sequence[Rollout], labels: Labels, groups: Sequence[Gr
         for key, reward in zip(g.rollouts, g.rewards, strict=True)
         if key.uid in gold and not np.isnan(reward)
     ]
-    highest = max((reward for _, reward in paid), default=0.0)
+    if not {reward for r, reward in paid if (r.prompt.agent, r.prompt.uid) not in labels} <= {0.0, 1.0}:
+        return {}
     agreeing: dict[str, list[bool]] = {}
     for r, reward in paid:
         label = labels.get((r.prompt.agent, r.prompt.uid))
-        judged = reward == highest and reward > 0 if label is None else _is_good(r, label.answer, by_key)
+        judged = reward == 1 if label is None else _is_good(r, label.answer, by_key)
         agreeing.setdefault(r.prompt.role, []).append(judged == _is_good(r, gold[r.prompt.uid], by_key))
     out = {f"reward/reward_accuracy{'' if role == 'solve' else f'_{role}'}": _mean(of) for role, of in agreeing.items()}
     if len(agreeing) > 1:

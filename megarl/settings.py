@@ -4,13 +4,26 @@ YAML says only what differs from the defaults here; an unknown key is an error. 
 step, per update), memory numbers are per rank and in tokens.
 """
 
+import difflib
 import math
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-# what becomes a folder, a metric's key or an actor's name
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._+-]*$", max_length=100)]
+
+def _spelled(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+# what becomes a folder, a metric's key or an actor's name; name=3 is a name, too
+Name = Annotated[str, BeforeValidator(_spelled), Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._+-]*$", max_length=100)]
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The hint behind an unknown name, "; did you mean PREFIXother?"; empty where no known one resembles it."""
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
 class Section(BaseModel):

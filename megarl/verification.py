@@ -15,10 +15,11 @@ def verification(own: Sequence[Rollout], labels: Labels, groups: Sequence[Group]
     """Metrics of one agent's rollouts, labels and groups; none where nothing was verified.
 
     verified_share, kept_share (of the prompts: have verdicts, train), well_formed_share and said_correct_share (of the
-    verdicts), revisions (count). Of the verdicts that could be read, against the truth: correct_recall, wrong_recall,
-    accuracy, precision (of "correct"); malformed ones count as not said. drop_rate_wrong_label and
-    drop_rate_right_label: of the prompts whose label is wrong (right), the share that does not train;
-    label_accuracy_kept: of those that do train. changed_share, wrong_to_right, right_to_wrong: of the revisions.
+    verdicts), revisions (count). Against the truth: correct_recall (of the verdicts on right answers, the share that
+    says so), wrong_recall, accuracy, precision (of "correct"); malformed verdicts count as not said, and where none
+    could be read there is no such metric. drop_rate_wrong_label and drop_rate_right_label: of the prompts whose label
+    is wrong (right), the share that does not train; label_accuracy_kept: of those that do train. changed_share,
+    wrong_to_right, right_to_wrong: of the revisions.
     """
     verdicts = [r for r in own if r.prompt.role == "verify"]
     if not verdicts:
@@ -46,12 +47,13 @@ def _confusion(own: Sequence[Rollout], verdicts: Sequence[Rollout], gold: Gold) 
         if v.prompt.uid in gold and answer is not None:
             truth[_right(answer, gold)].append(v.answer)
     hits = {True: truth[True].count("correct"), False: truth[False].count("wrong")}
+    said_of = {right: any(said is not None for said in of) for right, of in truth.items()}
     out: Metrics = {}
-    if truth[True]:
+    if said_of[True]:
         out["verifier/correct_recall"] = hits[True] / len(truth[True])
-    if truth[False]:
+    if said_of[False]:
         out["verifier/wrong_recall"] = hits[False] / len(truth[False])
-    if truth[True] or truth[False]:
+    if said_of[True] or said_of[False]:
         out["verifier/accuracy"] = (hits[True] + hits[False]) / (len(truth[True]) + len(truth[False]))
     if said := hits[True] + truth[False].count("correct"):
         out["verifier/precision"] = hits[True] / said

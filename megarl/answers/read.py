@@ -6,26 +6,13 @@ from dataclasses import replace
 
 from megarl.answers.boxes import boxed, last_box
 from megarl.answers.equal import canonical
+from megarl.answers.final import final_part
 from megarl.answers.form import MAX_LENGTH
 from megarl.answers.letter import letter
-from megarl.answers.verdict import Verdict, boxed_verdict, read_verdict
+from megarl.answers.verdict import read_verdict
 from megarl.settings import AnswersConfig, AnswerStyle
 from megarl.types import Rollout
 
-# a token that ends a turn, wherever it was left in the text: what follows was never said
-_END = re.compile(
-    r"<\|(?:im_end|endoftext|eot_id|end_of_text|end|eom_id|return|eos|fim_end|endofassistant)\|>"
-    "|<\uff5cend\u2581of\u2581sentence\uff5c>|<(?:eos|end_of_turn)>|</s>|\\[EOS\\]|<\\|im_start\\|>"
-)
-_THOUGHTS = (
-    ("<think>", "</think>"),
-    ("<thinking>", "</thinking>"),
-    ("<thought>", "</thought>"),
-    ("<reasoning>", "</reasoning>"),
-    ("[THINK]", "[/THINK]"),
-    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
-    ("<|begin_of_thought|>", "<|end_of_thought|>"),
-)
 _TAG = re.compile(r"<answer>(.*?)</answer\s*>", re.IGNORECASE | re.DOTALL)
 _MARK = re.compile(r"^\s*#{4}\s*(\S.*?)\s*$", re.MULTILINE)
 _NUMBER = re.compile(
@@ -43,7 +30,7 @@ def read_answers(rollouts: Sequence[Rollout], cfg: AnswersConfig) -> list[Rollou
     out = []
     for r in rollouts:
         if r.prompt.role == "verify":
-            verdict, well_formed = _verdict(r.text, cfg)
+            verdict, well_formed = read_verdict(r.text, cfg.verdict)
             out.append(replace(r, answer=verdict, well_formed=well_formed))
             continue
         complete = r.stop == "end" or (r.stop == "length" and cfg.truncated == "read")
@@ -52,23 +39,16 @@ def read_answers(rollouts: Sequence[Rollout], cfg: AnswersConfig) -> list[Rollou
     return out
 
 
-def _verdict(text: str, cfg: AnswersConfig) -> tuple[Verdict | None, bool]:
-    if cfg.verdict == "boxed":
-        verdict = boxed_verdict(last_box(final_part(text)))
-        return verdict, verdict is not None
-    return read_verdict(text, keywords=cfg.verdict == "keywords")
-
-
 def read_answer(text: str, cfg: AnswersConfig) -> str | None:
     """The final answer as it is spelt; None where there is none, it is blank, or longer than MAX_LENGTH.
 
     A verdict is "correct" or "wrong" as a sentence, "correct" or "incorrect" in a box.
     """
     if cfg.style == "verdict_sentence":
-        return read_verdict(text, keywords=cfg.verdict == "keywords")[0]
-    text = final_part(text)
+        return read_verdict(text, "keywords" if cfg.verdict == "keywords" else "sentence")[0]
     if cfg.style == "verdict_boxed":
-        return {"correct": "correct", "wrong": "incorrect", None: None}[boxed_verdict(last_box(text))]
+        return {"correct": "correct", "wrong": "incorrect", None: None}[read_verdict(text, "boxed")[0]]
+    text = final_part(text)
     answer = letter(text, cfg.options) if cfg.style == "letter" else _styled(text, cfg.style)
     # a box that was begun and not ended means that no answer was given
     if answer is None and not (cfg.style == "boxed" and last_box(text) is not None):
@@ -87,19 +67,6 @@ def _styled(text: str, style: AnswerStyle) -> str | None:
         marks = _MARK.findall(text)
         return _NUMBER.sub(lambda m: m[0].replace(",", ""), marks[-1]) if marks else None
     return last_number(text)
-
-
-def final_part(text: str) -> str:
-    """What was said after the last thinking block and before the end of the sequence; nothing where a thinking block
-    never ends."""
-    for opener, closer in _THOUGHTS:
-        opened, closed = text.rfind(opener), text.rfind(closer)
-        if opened > closed:
-            return ""
-        if closed >= 0:
-            text = text[closed + len(closer) :]
-    ended = _END.search(text)
-    return text[: ended.start()] if ended else text
 
 
 def tagged(text: str) -> str | None:

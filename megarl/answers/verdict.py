@@ -4,9 +4,12 @@ boxed word."""
 import re
 from typing import Literal
 
+from megarl.answers.boxes import last_box
 from megarl.answers.clean import clean
+from megarl.answers.final import final_part
 
 Verdict = Literal["correct", "wrong"]
+VerdictStyle = Literal["sentence", "keywords", "boxed"]  # as answers.verdict
 
 CORRECT, WRONG = "The answer is correct.", "The answer is wrong."
 _ENDING = re.compile(r"The answer is (correct|wrong)\.\n?\Z")
@@ -15,25 +18,28 @@ _SUBJECT = r"(?:(?:the )?(?:(?:final )?answer|solution|verdict|response) ?(?:is|
 _BOXED = re.compile(_SUBJECT + r"(?:(correct|right)|incorrect|wrong|not (?:correct|right))")
 
 
-def read_verdict(text: str, *, keywords: bool = False) -> tuple[Verdict | None, bool]:
+def read_verdict(text: str, style: VerdictStyle = "sentence") -> tuple[Verdict | None, bool]:
     """The verdict, and whether it is well-formed.
 
-    Well-formed is a text that ends with one of the two sentences, letter by letter, its period included; one newline
-    may follow. Any other text has no verdict, unless ``keywords`` asks for the release's guess: wrong where "wrong",
-    "incorrect" or "mistake" occurs in it, else correct, be it empty.
+    sentence: a text that ends with one of the two sentences, letter by letter, its period included; one newline may
+    follow. Any other text has no verdict. keywords: such a text has the release's guess, not well-formed: wrong where
+    "wrong", "incorrect" or "mistake" occurs in it, else correct, be it empty. boxed: the word that the last box of the
+    final part holds as its whole content, "incorrect" and "not correct" being wrong.
 
     Example: ``read_verdict("2+2 is 4. The answer is correct.")`` is ("correct", True).
     """
+    if style == "boxed":
+        verdict = _boxed(last_box(final_part(text)))
+        return verdict, verdict is not None
     found = _ENDING.search(text)
     if found is not None:
         return ("correct" if found[1] == "correct" else "wrong"), True
-    if not keywords:
+    if style == "sentence":
         return None, False
     return ("wrong" if any(word in text.lower() for word in _WORDS_OF_DOUBT) else "correct"), False
 
 
-def boxed_verdict(content: str | None) -> Verdict | None:
-    """The verdict that a box holds as its whole content; "incorrect" and "not correct" are wrong."""
+def _boxed(content: str | None) -> Verdict | None:
     found = _BOXED.fullmatch(clean(content).casefold().strip(" *_.!?\"'")) if content else None
     if found is None:
         return None

@@ -160,8 +160,9 @@ def _own_set(cfg: RunConfig) -> ExamSet:
     return ExamSet(name=name, data=data, answers=cfg.answers)
 
 
-def prepared(cfg: RunConfig, sets: Sequence[ExamSet]) -> RunConfig:
-    """The configuration with engines that take every turn and without reference models."""
+def prepared(cfg: RunConfig, sets: Sequence[ExamSet], max_tokens: str = "evaluation.sampling.max_tokens") -> RunConfig:
+    """The configuration with engines that take every turn and without reference models; ``max_tokens`` is what the
+    user knows the length of a response by."""
     settings = cfg.evaluation
     longest = max(exam.data.max_prompt_tokens for exam in sets)
     if settings.revise or any(exam.pairs for exam in sets):
@@ -171,7 +172,7 @@ def prepared(cfg: RunConfig, sets: Sequence[ExamSet]) -> RunConfig:
     room = positions[tightest] - settings.sampling.max_tokens
     if room < 1:
         raise ValueError(
-            f"evaluation.sampling.max_tokens={settings.sampling.max_tokens} fills the {positions[tightest]} positions "
+            f"{max_tokens}={settings.sampling.max_tokens} fills the {positions[tightest]} positions "
             f"of agents.{tightest}: lower it"
         )
     longest = min(longest, room)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.answers.final import final_part
 from megarl.answers.form import MAX_LENGTH
-from megarl.answers.read import final_part, last_number, read_answer, read_answers
+from megarl.answers.read import last_number, read_answer, read_answers
 from megarl.answers.verdict import read_verdict
 from megarl.settings import AnswersConfig
 from megarl.types import Prompt, RolloutKey
@@ -195,7 +196,7 @@ def test_verdict_boxed(text, verdict):
 )
 def test_v25_verdict_sentence(text, verdict, fallback):
     assert read_verdict(text) == verdict
-    assert read_verdict(text, keywords=True) == (verdict if verdict[1] else (fallback, False))
+    assert read_verdict(text, "keywords") == (verdict if verdict[1] else (fallback, False))
     assert read_answer(text, AnswersConfig(style="verdict_sentence")) == verdict[0]
 
 

@@ -1,6 +1,7 @@
 """What a run may say: keys, arithmetic, layouts. Nothing here needs a GPU, Ray or a model."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -176,6 +177,29 @@ def test_plain_overrides_reach_defaults_that_no_yaml_mentions(folder):
 def test_a_typo_is_refused_however_it_is_added(folder, prefix):
     with pytest.raises(ValueError, match=r"batch.prompt_per_step: no such key; did you mean prompts_per_step\?"):
         compose(["+experiment=mine", f"{prefix}batch.prompt_per_step=5"], folder)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("algo.name=rlvr", "algo.ring is of algo.name=corl, and this run's is rlvr: take it away by ~algo.ring"),
+        ("algo.ringg=[a]", "algo.corl.ringg: no such key; did you mean ring?"),
+        ("agents.aa.layout.tp=2", "agents.aa: no such agent; did you mean a? (a further agent needs a model)"),
+        ("agents.other.layout.tp=2", "agents.other.model: Field required"),
+        ("name=1e5", "name: Input should be a valid string (given: 100000.0); a text that looks like a number"),
+        ("data.path=true", "takes quotes: data.path=\"'...'\""),
+    ],
+)
+def test_what_to_do_is_said(folder, override, expected):
+    ring = ["algo={name:corl,ring:[a,b]}", "agents.b.model=m"]
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        compose(["+experiment=mine", *ring, override], folder)
+
+
+def test_a_number_is_a_name(folder):
+    assert compose(["+experiment=mine", "name=3"], folder).name == "3"
+    with pytest.raises(ValueError, match="name"):
+        compose(["+experiment=mine", "name=-3"], folder)
 
 
 @pytest.mark.parametrize(

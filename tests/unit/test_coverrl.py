@@ -120,7 +120,7 @@ def test_the_conversation():
 )
 def test_v25_verdicts(text, verdict, well_formed, guess):
     assert read_verdict(text) == (verdict, well_formed)
-    assert read_verdict(text, keywords=True) == (guess, well_formed)
+    assert read_verdict(text, "keywords") == (guess, well_formed)
 
 
 def test_a_verify_turn_is_read_for_its_verdict_and_no_other_turn_is():
@@ -456,6 +456,23 @@ def test_v33_metrics_of_the_verifier():
         "verifier/label_accuracy_kept": 0.6,
     }
     assert verification(solved(["7"]), labels, groups, gold) == {}
+
+
+def test_a_verifier_that_says_nothing_has_no_recall():
+    """q0 is answered right, q1 wrong; on wrong answers a verdict is read, on right ones none, then none at all."""
+    seen = solved(["7", "7"], "q0") + solved(["8", "8"], "q1")
+    labels, gold = CoVerRL().label(seen, None), {"q0": "7", "q1": "7"}
+
+    def judged(of_wrong):
+        asks = [verify_prompt(r, 2) for r in seen]
+        said = answered(asks, lambda p, i: "hm" if p.uid == "q0" else of_wrong[i])
+        return {k.removeprefix("verifier/"): v for k, v in verification([*seen, *said], labels, [], gold).items()}
+
+    found = judged((WRONG, "hm"))
+    assert found["wrong_recall"] == 1 / 2 and found["accuracy"] == 2 / 8
+    assert "correct_recall" not in found and "precision" not in found
+    silent = judged(("hm", "hm"))
+    assert silent["well_formed_share"] == 0 and not {"wrong_recall", "correct_recall", "accuracy"} & silent.keys()
 
 
 def test_metrics_of_revisions_and_of_rewards_that_pay_for_form():

@@ -32,7 +32,7 @@ def test_votes_by_hand():
     seen = rollouts("a", "q1", ["1", "1", None, None, "2", None, None, None]) + rollouts("a", "q2", ["1", "2"])
     seen += rollouts("a", "q3", [None, None]) + rollouts("a", "q4", ["5", "5.0"])
     m = diagnosed(seen)
-    assert m["agent/a/label/majority_share_parsed"] == pytest.approx((2 / 3 + 1 / 2 + 0 + 1) / 4)
+    assert m["agent/a/label/majority_share_parsed"] == pytest.approx((2 / 3 + 1 / 2 + 1) / 3)  # q3 has none
     assert m["agent/a/label/majority_share_total"] == pytest.approx((1 / 4 + 1 / 2 + 0 + 1) / 4)
     assert m["agent/a/label/vote_ties"] == 1
     assert m["agent/a/label/unlabeled_share"] == 1 / 4
@@ -136,10 +136,29 @@ def test_reward_accuracy_of_every_role():
     assert m["agent/a/reward/reward_accuracy_revise"] == 1 / 2
     assert m["agent/a/reward/reward_accuracy_all"] == 3 / 9
     assert m["agent/a/engine/response_tokens_verify"] == 3 and m["agent/a/reward/reward_mean_revise"] == 1
-    # without a label the highest reward stands for it
-    assert reward_accuracy(seen, {}, groups[:1], {"q": "8"}) == {"reward/reward_accuracy": 1 / 4}
-    mixed = Group(key=("q",), rollouts=groups[0].rollouts, rewards=(0.5, 2.0, float("nan"), 1.0))
-    assert reward_accuracy(seen, {}, [mixed], {"q": "8"}) == {"reward/reward_accuracy": 1}
+
+
+def test_reward_accuracy_without_labels():
+    """Rewards of 1 and 0 call answers right and wrong; a certainty does not."""
+    seen = rollouts("a", "q", ["7", "8", "9", "7"])
+
+    def judged(*rewards):
+        group = Group(key=("q",), rollouts=tuple(r.key for r in seen), rewards=rewards)
+        return reward_accuracy(seen, {}, [group], {"q": "8"})
+
+    assert judged(1.0, 1.0, 1.0, 1.0) == {"reward/reward_accuracy": 1 / 4}
+    assert judged(0.0, 1.0, float("nan"), 1.0) == {"reward/reward_accuracy": 2 / 3}
+    assert judged(0.0, 0.0, 0.0, 0.0) == {"reward/reward_accuracy": 3 / 4}
+    assert judged(0.5, 2.0, float("nan"), 1.0) == {} == judged(-0.1, -0.2, -0.3, 0.0)
+    # with a label the rewards do not matter
+    labels = TTRL().label(seen, None)
+    group = Group(key=("q",), rollouts=tuple(r.key for r in seen), rewards=(0.5, 2.0, 0.1, 1.0))
+    assert reward_accuracy(seen, labels, [group], {"q": "8"}) == {"reward/reward_accuracy": 1 / 4}
+
+
+def test_shares_of_nothing_are_absent():
+    m = diagnosed(rollouts("a", "q", [None, None]), gold={"q": "8"})
+    assert "agent/a/label/majority_share_parsed" not in m and m["agent/a/label/majority_share_total"] == 0
 
 
 def test_overlap_of_agents_needs_the_truth():

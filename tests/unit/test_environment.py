@@ -80,3 +80,21 @@ def test_every_checkout_runs_its_own_code(tmp_path):
     shutil.rmtree(other)
     subprocess.run([sys.executable, SCRIPT, "setup", "cpu"], check=True, capture_output=True, timeout=60)
     assert not Path(theirs).exists()  # a deleted checkout leaves nothing behind
+
+
+def test_packages_are_compiled_where_python_may_not(tmp_path):
+    """Else every process compiles again, half of a rank's start; a file that is no Python 3 is passed by."""
+    site = tmp_path / "lib" / "python3.12" / "site-packages"
+    site.mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    (site / "sound.py").write_text("x = 1\n")
+    (site / "template.py").write_text("print {{ name }}\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        f"import environment, pathlib; environment.compile_packages(pathlib.Path({str(tmp_path)!r}))"
+    )
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=env, timeout=60)
+    assert [file.name.split(".")[0] for file in (site / "__pycache__").glob("*.pyc")] == ["sound"]
+    assert (tmp_path / "COMPILED").is_file()

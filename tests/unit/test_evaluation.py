@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl import cli, rollouts
+from megarl.answers.read import read_answer
 from megarl.choices import draw_choices
 from megarl.config import CONFIG_DIR, compose
 from megarl.deck import open_deck
@@ -176,7 +177,8 @@ def test_gpqa_as_its_authors_give_it(tmp_path):
     assert "letter" in found.requests.revise
     seen = [rollout("a", "rec1", 0, n=1, text=boxed(made.gold["rec1"]))]
     seen += [rollout("a", "rec2", 0, n=1, text=boxed(rf"\text{{({made.gold['rec2']})}}") + " A is a good letter.")]
-    assert values(score(seen, made.gold, rules()))["a"]["avg@1"] == 1
+    assert values(score(seen, made.gold, rules(answers=found.answers)))["a"]["avg@1"] == 1
+    assert read_answer(boxed("B) one"), found.answers) == "B" == read_answer("Answer: B", found.answers)
 
 
 ONE_ROW = {  # of every known file, in its own columns

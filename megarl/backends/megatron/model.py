@@ -5,7 +5,6 @@ the run come from megarl's configuration; ``megatron:`` overrides fields of the 
 """
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,7 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megarl.backends.megatron import patches
 from megarl.backends.megatron.spec import Layers, PackedRotary, choose_layers
-from megarl.settings import AgentConfig, LayoutConfig, OptimizerConfig
+from megarl.settings import AgentConfig, LayoutConfig, OptimizerConfig, did_you_mean
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -212,8 +211,7 @@ def apply_overrides(provider: Any, overrides: Mapping[str, object]) -> None:
         if name in OWNED:
             raise ValueError(f"megatron.{name} is not free: it is set by {OWNED[name]}")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(name, known)
             raise ValueError(f"megatron.{name}: {type(provider).__name__} has no such field{hint}")
         setattr(provider, name, value)
 

@@ -1,7 +1,6 @@
 """The actor's side of a vLLM engine: one replica, tensor-parallel inside."""
 
 import dataclasses
-import difflib
 import json
 import os
 import struct
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megarl.backends.shards.layout import Tensor
-from megarl.settings import EngineConfig, SamplingConfig
+from megarl.settings import EngineConfig, SamplingConfig, did_you_mean
 from megarl.types import Stop
 
 # Engine arguments that megarl's own configuration decides; a `vllm:` override of one would contradict it.
@@ -248,8 +247,7 @@ def check_overrides(overrides: Mapping[str, Any]) -> None:
         if key in OWNED_ARGS:
             raise ValueError(f"vllm.{key} is set by {OWNED_ARGS[key]}")
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean vllm.{near[0]}?" if near else ""
+            hint = did_you_mean(key, known, "vllm.")
             raise ValueError(f"vllm.{key}: vLLM has no such engine argument{hint}")
 
 
