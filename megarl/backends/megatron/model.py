@@ -85,7 +85,8 @@ class Model:
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Under Megatron's own names, without those of the modules around the model."""
         wrapped = self.chunk.module
-        return dict((wrapped.module if isinstance(wrapped, Float16Module) else wrapped).named_parameters())
+        inner: Any = wrapped.module if isinstance(wrapped, Float16Module) else wrapped
+        return dict(inner.named_parameters())
 
     def buffers(self) -> list[Any]:
         """Megatron's parameter and gradient buffers."""

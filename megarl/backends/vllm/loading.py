@@ -71,7 +71,7 @@ class WeightLoading:
     def megarl_begin_boxes(
         self, shapes: Sequence[Mapping[str, tuple[int, ...]]], wanted: Sequence[Mapping[str, int]], verify: bool
     ) -> None:
-        """A planned refit begins. Per rank the shapes of parameters, as recorded, and how many elements of each come."""
+        """A planned refit begins. Per rank the shapes of parameters as recorded, and how many elements of each come."""
         self._seal = Seal(self._shards, self._tensors) if verify else None
         self._boxes = Boxes(self.model_runner.get_model(), shapes[self.rank], wanted[self.rank], self._seal)
 
