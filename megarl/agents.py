@@ -18,6 +18,7 @@ import torch
 from megarl.backends.cluster import Device, connect
 from megarl.backends.megatron.policy import MegatronPolicy, make_worker
 from megarl.backends.placement import Placement, place
+from megarl.backends.planned import PlannedReshard
 from megarl.backends.protocols import Engine, Policy
 from megarl.backends.reference import ReferenceEngine, ReferencePolicy
 from megarl.backends.replay import ReplayEngine
@@ -48,6 +49,7 @@ class Agent:
     max_prompt_tokens: int  # of any turn
     loss: LossConfig  # with the agent's own KL coefficient
     device: Device
+    planned: PlannedReshard | None = None  # reshard.method=planned
 
     def needs(self, asked: frozenset[Need]) -> frozenset[Need]:
         """What to measure: what the method asks for, and the reference where this agent's loss has a KL term."""
@@ -188,6 +190,8 @@ def reshard_all(agents: Agents, version: int, bucket_bytes: int, seconds: Metric
             raise ValueError(
                 f"agent {agent.name}: its policy has seen {agent.policy.version} updates where {version} steps are done"
             )
+        if agent.planned is not None:
+            return agent.planned(version)
         return reshard(agent.policy, agent.engine, version, bucket_bytes)
 
     return each(agents, hand_over, seconds, "reshard")
@@ -258,7 +262,19 @@ def _build(name: str, cfg: RunConfig, chat: Chat, placement: Placement | None, s
         max_prompt_tokens=cfg.max_prompt_tokens,
         loss=cfg.loss.model_copy(update={"kl_coef": cfg.kl_coef(name)}),
         device=placement.cluster.device if placement else "cpu",
+        planned=_plan_refits(cfg, agent, policy, engine, placement),
     )
+
+
+def _plan_refits(
+    cfg: RunConfig, agent: AgentConfig, policy: Policy, engine: Engine, placement: Placement | None
+) -> PlannedReshard | None:
+    if cfg.reshard.method == "gathered":
+        return None
+    assert isinstance(policy, MegatronPolicy) and isinstance(engine, VllmEngine) and placement is not None
+    ids = [bundle.node.id for bundle in placement.bundles[: agent.layout.world]]
+    nodes = [list(dict.fromkeys(ids)).index(node) for node in ids]
+    return PlannedReshard(agent, policy, engine, nodes, cfg.reshard)
 
 
 def _build_policy(name: str, cfg: RunConfig, placement: Placement | None) -> Policy:

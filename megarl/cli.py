@@ -82,12 +82,13 @@ def train(argv: Sequence[str]) -> int:
     from safetensors import SafetensorError
 
     from megarl.backends.cluster import WorkerLost  # here: a typo is refused before torch, Ray and vLLM are imported
+    from megarl.backends.fingerprints import RefitMismatch
     from megarl.guards import GuardStop
     from megarl.train import train as run
 
     try:
         run(cfg, resume=args.resume)
-    except (GuardStop, FloatingPointError) as stop:
+    except (GuardStop, FloatingPointError, RefitMismatch) as stop:
         print(f"megarl train: stopped: {stop}", file=sys.stderr)
         return GUARD
     except (WorkerLost, TimeoutError, SafetensorError) as lost:  # the last: a full disk, under a library's own name
@@ -156,11 +157,19 @@ def plan(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def reshard(argv: Sequence[str]) -> int:
+    """What a refit moves over which links, without weights: megarl reshard --explain +experiment=NAME [--json]"""
+    from megarl.reshard_command import run
+
+    return run(argv)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "answers": answers,
     "plan": plan,
+    "reshard": reshard,
     "diversity": diversity,
     "rewrite": rewrite,
     "demo": demo,

@@ -183,10 +183,24 @@ class RunConfig(Section):
                 raise ValueError(f"agents.{name}.layout={agent.layout}: backend=reference is one process")
             if agent.engine.backend == "replay" and self.evaluation.data is not None:
                 raise ValueError(f"agents.{name}.engine.backend=replay has no rollouts of an evaluation: leave it out")
+            if self.reshard.method == "planned":
+                self._check_planned(name, agent)
         if self.megatron and not any(agent.backend == "megatron" for agent in self.agents.values()):
             raise ValueError(f"megatron: {', '.join(self.megatron)}: no agent has backend=megatron")
         if self.vllm and not any(agent.engine.backend == "vllm" for agent in self.agents.values()):
             raise ValueError(f"vllm: {', '.join(self.vllm)}: no agent has engine.backend=vllm")
+
+    def _check_planned(self, name: str, agent: AgentConfig) -> None:
+        if agent.backend != "megatron" or agent.engine.backend != "vllm":
+            raise ValueError(
+                f"reshard.method=planned is of Megatron policies with vLLM engines, but agents.{name} has "
+                f"backend={agent.backend}, engine.backend={agent.engine.backend}: use gathered"
+            )
+        if agent.engine.tp * agent.replicas > agent.layout.world:
+            raise ValueError(
+                f"reshard.method=planned: the {agent.replicas} x TP{agent.engine.tp} engine ranks of agents.{name} are "
+                f"more than its policy's {agent.layout.world} ranks: use gathered, or smaller engines"
+            )
 
     def _check_slots(self) -> None:
         wanted = {name: agent.slots for name, agent in self.agents.items()}

@@ -200,6 +200,7 @@ class LayoutConfig(Section):
     pp: int = Field(default=1, ge=1)
     cp: int = Field(default=1, ge=1)
     dp: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1, description="expert parallel, over the cp * dp ranks; `reshard --explain` only")
     sp: bool = Field(default=False, description="sequence parallel, inside the tensor-parallel group")
 
     @property
@@ -217,9 +218,8 @@ class LayoutConfig(Section):
         return math.lcm(self.sequence_multiple, self.cp * self.tp if self.sp else 1)
 
     def __str__(self) -> str:
-        parts = [
-            f"{k.upper()}{v}" for k, v in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp), ("dp", self.dp)) if v > 1
-        ]
+        sizes = (("tp", self.tp), ("pp", self.pp), ("cp", self.cp), ("dp", self.dp), ("ep", self.ep))
+        parts = [f"{key.upper()}{size}" for key, size in sizes if size > 1]
         return "x".join(parts) + ("+SP" if self.sp else "") or "1"
 
 
@@ -395,4 +395,15 @@ class GuardConfig(Section):
 
 
 class ReshardConfig(Section):
+    method: Literal["gathered", "planned"] = Field(
+        default="gathered",
+        description="gathered: every rank builds every tensor; planned: each engine rank gets its own shards and no "
+        "more (Megatron policies with vLLM engines)",
+    )
     bucket_bytes: int = Field(default=256 << 20, ge=1 << 16)
+    verify_every: int | None = Field(
+        default=50,
+        ge=1,
+        description="planned: the first refit and every so many after it are verified by checksums of every tensor; "
+        "null: none",
+    )

@@ -10,6 +10,7 @@ from megarl.planning.models import read_shape
 from megarl.planning.options import Choice, Machine, Need, Setting
 from megarl.planning.steptime import Rates, Refit
 from megarl.planning.workload import Expectations, workload
+from megarl.settings import LayoutConfig
 
 Taken = Literal["none", "stated", "all"]
 MOST_SEQUENCES = 1024  # in flight: vLLM's own default on GPUs of this size
@@ -40,12 +41,16 @@ def needs_of(cfg: RunConfig, expect: Expectations, *, layouts: Taken = "stated")
                 optimizer=agent.optimizer.name,
                 memory_share=agent.engine.memory_share,
                 max_sequences=agent.engine.max_sequences if sequences_given else MOST_SEQUENCES,
-                layout=Layout(tp=layout.tp, pp=layout.pp, cp=layout.cp, dp=layout.dp, sp=layout.sp) if given else None,
+                layout=layout_of(layout) if given else None,
                 engine_tp=agent.engine.tp if engine_given else None,
                 gpus=agent.slots if given else None,
             )
         )
     return found
+
+
+def layout_of(layout: LayoutConfig) -> Layout:
+    return Layout(tp=layout.tp, pp=layout.pp, cp=layout.cp, dp=layout.dp, ep=layout.ep, sp=layout.sp)
 
 
 def choices_of(cfg: RunConfig, needs: Sequence[Need], *, free: bool = False) -> list[Choice]:

@@ -143,9 +143,11 @@ def _wait_for_the_end_of(session: int) -> None:
     raise AssertionError(f"still running after the driver was killed: {left}")
 
 
-def test_agents_in_another_order_and_more_replicas(folder, plain):
-    """Live sampling: another order changes nothing; two replicas change batches, hence roundings, hence few samples."""
-    changed = raw(folder, name="replicas", **{"agents.ann.engine.replicas": 2, "agents.bob.engine.replicas": 2})
+def test_agents_in_another_order_more_replicas_and_planned_refits(folder, plain):
+    """Live sampling: another order changes nothing, nor does another way of refitting; two replicas change batches,
+    hence roundings, hence few samples."""
+    changes = {"agents.ann.engine.replicas": 2, "agents.bob.engine.replicas": 2, "reshard.method": "planned"}
+    changed = raw(folder, name="replicas", **changes)
     changed["agents"] = dict(reversed(changed["agents"].items()))
     other = train(validate({**changed, "steps": 1, "checkpoint": {}}))
     before = {key: r for key, r in rollouts_of(plain, 0).items()}
@@ -154,6 +156,8 @@ def test_agents_in_another_order_and_more_replicas(folder, plain):
     differing = sum(before[key].token_ids.tolist() != after[key].token_ids.tolist() for key in before)
     assert differing / len(before) < 0.005 or differing == 1  # 64 samples: one is the least that can differ
     first, second = cohort.comparable(read_metrics(plain))[0], cohort.comparable(read_metrics(other))[0]
+    assert all(second[f"agent/{name}/reshard/bytes_over_bound"] == 1.0 for name in ("ann", "bob"))
+    first, second = ({k: v for k, v in row.items() if "/reshard/" not in k} for row in (first, second))
     if not differing:
         assert_close(first, second, 1e-5)
 

@@ -82,6 +82,12 @@ class Model:
     def parameters(self) -> list[torch.nn.Parameter]:
         return list(self.chunk.parameters())
 
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Under Megatron's own names, without those of the modules around the model."""
+        wrapped = self.chunk.module
+        inner: Any = wrapped.module if isinstance(wrapped, Float16Module) else wrapped
+        return dict(inner.named_parameters())
+
     def buffers(self) -> list[Any]:
         """Megatron's parameter and gradient buffers."""
         chunk: Any = self.chunk  # the attribute hides a method of torch's Module
@@ -223,6 +229,8 @@ def check_model(hf: PretrainedConfig, layout: LayoutConfig) -> None:
         raise ValueError("attention_bias or mlp_bias of a Llama model: Bridge does not load these biases")
     if architecture == "Qwen3ForCausalLM" and values.get("attention_bias"):
         raise ValueError("attention_bias of a Qwen3 model: Bridge does not load these biases")
+    if layout.ep > 1:
+        raise ValueError(f"layout.ep={layout.ep}: no family with experts is trained; {', '.join(FAMILIES)} have none")
     tp, heads, groups = layout.tp, hf.num_attention_heads, hf.num_key_value_heads
     if heads % tp or hf.intermediate_size % tp or (groups % tp and tp % groups):
         raise ValueError(

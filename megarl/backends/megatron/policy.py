@@ -6,6 +6,7 @@ Nothing here imports Megatron: the driver stays light.
 import itertools
 import uuid
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,10 +14,13 @@ import numpy as np
 
 from megarl import packing
 from megarl.backends.buckets import roomy_folder
+from megarl.backends.exchange import Moved, Piece
 from megarl.backends.megatron.order import context_rows
 from megarl.backends.megatron.records import Coordinates, UpdateResult
 from megarl.backends.protocols import WeightBucket
 from megarl.backends.scratch import BUCKET
+from megarl.backends.shards import layout as shards
+from megarl.backends.shards.topology import Topology
 from megarl.backends.updates import KERNELS, take_steps
 from megarl.backends.vocabulary import check_rollouts
 from megarl.loss import summarize
@@ -42,6 +46,14 @@ def make_worker(**kwargs: Any) -> Any:
     return MegatronWorker(**kwargs)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """One rank's buckets of one round: files, and the pieces of engine parameters in each; and its counts so far."""
+
+    files: list[tuple[str, list[Piece]]]
+    moved: Moved
+
+
 class MegatronPolicy:
     """A ``Policy`` whose ranks are ``make_worker`` processes of ``agent.layout``.
 
@@ -60,6 +72,7 @@ class MegatronPolicy:
     ) -> None:
         self.version = 0
         self._layout = agent.layout
+        self._round_bytes = 0  # of the files of one round of planned refits
         self._ranks = ranks
         self._tokens = tokens_per_microbatch
         self._writers = frozenset(writers)
@@ -122,6 +135,31 @@ class MegatronPolicy:
                 yield WeightBucket(path=path, names=names, nbytes=nbytes)
             finally:
                 self._ranks.call_all("remove_bucket")
+
+    def open_plan(self, training: shards.Layout, engine: shards.Layout, topology: Topology, bucket_bytes: int) -> None:
+        """Every rank makes the plan of refits to that engine. Raises ValueError where it cannot be carried out."""
+        self._round_bytes = 2 * bucket_bytes * self._layout.world  # what arrives, and what is passed on
+        keys = self._ranks.call_all("open_plan", training, engine, topology, bucket_bytes)
+        assert len(set(keys)) == 1, "ranks made different plans"
+
+    def planned_rounds(self) -> Generator[list[Parcel], None, None]:
+        """Round by round what each rank has for the engine on its GPU; the files go when the next round is asked."""
+        self._ranks.call_all("begin_plan")
+        directory = self._bucket_dir or roomy_folder(self._round_bytes)
+        stem = f"{BUCKET}{uuid.uuid4().hex}"
+        try:
+            for count in itertools.count():
+                folders = [(str(directory / f"{stem}-{count}-{rank}"),) for rank in range(self._layout.world)]
+                arrived = self._ranks.call_each("next_round", folders)
+                if arrived[0][0] is None:
+                    return
+                yield [Parcel(files=files, moved=moved) for files, moved in arrived]
+        finally:
+            self._ranks.call_all("remove_round")
+
+    def fingerprints(self) -> list[dict[tuple[int, str], int]]:
+        """Per rank (engine rank, tensor) -> fingerprint of what the rank holds of that."""
+        return self._ranks.call_all("fingerprints")
 
     def save(self, path: Path) -> None:
         """Weights, optimizer and version into ``path``, a directory (made if missing) that all ranks can write to."""

@@ -15,12 +15,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from megarl.backends.exchange import Moved, Piece
 from megarl.backends.megatron import checkpoint, cpu
 from megarl.backends.megatron.forward import Consume, Pack, run
 from megarl.backends.megatron.head import Differences, describe
 from megarl.backends.megatron.model import Optimizer, build_model, process_groups
+from megarl.backends.megatron.planned import PlannedExport
 from megarl.backends.megatron.records import Coordinates, UpdateResult
 from megarl.backends.scratch import Scratch, hold
+from megarl.backends.shards.layout import Layout
+from megarl.backends.shards.topology import Topology
 from megarl.loss import TokenBatch, pg_loss
 from megarl.settings import AgentConfig, KernelsConfig, LossConfig
 from megarl.types import Microbatch, Need
@@ -67,6 +71,7 @@ class MegatronWorker:
         self._export: Iterator[tuple[str, torch.Tensor]] | None = None
         self._pending: tuple[str, torch.Tensor] | None = None
         self._bucket: Scratch | None = None  # where this rank has written what it exports
+        self._planned: PlannedExport | None = None
         self._resident = True
 
     def coordinates(self) -> Coordinates:
@@ -204,6 +209,31 @@ class MegatronWorker:
         if self._bucket is not None:
             self._bucket.close()
             self._bucket = None
+
+    def open_plan(self, training: Layout, engine: Layout, topology: Topology, bucket_bytes: int) -> str:
+        """Make the plan of refits to that engine; returns what is equal where two ranks made the same one."""
+        self._planned = PlannedExport(self.model, training, engine, topology, bucket_bytes, self.device)
+        return self._planned.key
+
+    def begin_plan(self) -> None:
+        self._check_resident("export")
+        assert self._planned is not None, "begin_plan before open_plan"
+        self._planned.begin()
+
+    def next_round(self, folder: str) -> tuple[list[tuple[str, list[Piece]]] | None, Moved]:
+        """Files of what has arrived for the engine on this GPU, and the counts so far; None: the refit is over."""
+        assert self._planned is not None, "next_round before open_plan"
+        return self._planned.next_round(folder), self._planned.moved
+
+    def fingerprints(self) -> dict[tuple[int, str], int]:
+        """See PlannedExport."""
+        self._check_resident("export")
+        assert self._planned is not None, "fingerprints before open_plan"
+        return self._planned.fingerprints()
+
+    def remove_round(self) -> None:
+        if self._planned is not None:
+            self._planned.remove()
 
     def save(self, path: str, version: int) -> None:
         self._check_resident("save")

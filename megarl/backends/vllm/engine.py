@@ -9,6 +9,7 @@ import numpy as np
 from megarl.backends.phase import EnginePhase
 from megarl.backends.placement import Placement
 from megarl.backends.protocols import WeightBucket
+from megarl.backends.shards.layout import Layout, Tensor
 from megarl.backends.vllm.worker import Request, Response, VllmWorker, process_env
 from megarl.backends.vocabulary import check_prompt
 from megarl.backends.workers import WorkerGroup
@@ -94,6 +95,53 @@ class VllmEngine:
         self._workers.call_all("finish_refit")
         self._phase.finish_refit()
         self.version = version
+
+    def layout(self, tensors: Mapping[str, Tensor]) -> Layout:
+        """Where vLLM's own loaders put each tensor, of every rank of every replica in slot order.
+
+        Raises ValueError for a tensor whose loading is no copy of boxes, and for a parameter that none of them fills.
+        """
+        recorded = [rank for ranks in self._workers.call_all("record", list(tensors.values())) for rank in ranks]
+        for _, _, failed in recorded:
+            for name, why in failed.items():
+                raise ValueError(f"{name} cannot be planned ({why}): use reshard.method=gathered for this model")
+        filled = {shard.param for shards, _, _ in recorded for shard in shards}
+        for _, shapes, _ in recorded:
+            if lacking := sorted(shapes.keys() - filled):
+                raise ValueError(f"nothing fills the engine's {lacking[0]}: use reshard.method=gathered for this model")
+        return Layout(dict(tensors), tuple(tuple(s) for s, _, _ in recorded), tuple(p for _, p, _ in recorded))
+
+    def begin_boxes(self, layout: Layout, *, verify: bool) -> None:
+        """As begin_refit, for a planned refit of that layout; ``verify``: take fingerprints at its end."""
+        self._phase.begin_refit()
+        wanted = [layout.elements(rank) for rank in range(layout.world)]
+        pairs = zip(self._per_replica(layout.params), self._per_replica(wanted), strict=True)
+        self._workers.call_each("begin_boxes", [(*pair, verify) for pair in pairs])
+
+    def take(self, files: Sequence[Any]) -> None:
+        """One round's buckets: per slot the files and what they hold."""
+        self._phase.check_refitting()
+        self._workers.call_each("take", [(part,) for part in self._per_replica(files)])
+
+    def finish_boxes(self) -> None:
+        """Raise ValueError unless all of every parameter has come; drop cached prefixes."""
+        self._phase.check_refitting()
+        self._workers.call_all("finish_boxes")
+
+    def admit(self, version: int) -> None:
+        """A planned refit is over: stamp the version, let the engine generate."""
+        self._phase.check_refitting()
+        self._phase.finish_refit()
+        self.version = version
+
+    def fingerprints(self) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
+        """Per slot tensor -> fingerprint, and parameter -> elements of padding that are not zero, of the last refit."""
+        ranks = [rank for replica in self._workers.call_all("fingerprints") for rank in replica]
+        return [tensors for tensors, _ in ranks], [strays for _, strays in ranks]
+
+    def _per_replica(self, per_slot: Sequence[Any]) -> list[list[Any]]:
+        size = len(per_slot) // self._workers.world
+        return [list(per_slot[start : start + size]) for start in range(0, len(per_slot), size)]
 
     def wake(self) -> None:
         self._phase.wake()

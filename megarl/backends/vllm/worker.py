@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.backends.shards.layout import Tensor
 from megarl.settings import EngineConfig, SamplingConfig, did_you_mean
 from megarl.types import Stop
 
@@ -148,6 +149,38 @@ class VllmWorker:
             )
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: requests are still running")
+
+    def record(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Per rank: shards, shapes of parameters, tensors that cannot be recorded (see vllm.record)."""
+        return self._llm.collective_rpc("megarl_record", args=(list(tensors),))
+
+    def begin_boxes(
+        self, shapes: Sequence[Mapping[str, tuple[int, ...]]], wanted: Sequence[Mapping[str, int]], verify: bool
+    ) -> None:
+        """A planned refit; one that was given up half-way, of either kind, is forgotten."""
+        self._take_back("weights")
+        if self._received is not None:
+            self._received = None
+            self._llm.collective_rpc("megarl_finish_reload")
+        self._llm.collective_rpc("megarl_begin_boxes", args=(shapes, wanted, verify))
+
+    def take(self, files: Sequence[Any]) -> None:
+        """Per rank its buckets of one round."""
+        self._llm.collective_rpc("megarl_take", args=(files,))
+
+    def finish_boxes(self) -> None:
+        """Drop cached prefixes. Raises ValueError where not all of a parameter has come."""
+        for rank, names in enumerate(self._llm.collective_rpc("megarl_finish_boxes")):
+            if names:
+                raise ValueError(
+                    f"{len(names)} parameters of engine rank {rank} were not written whole in the refit: {_some(names)}"
+                )
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache: requests are still running")
+
+    def fingerprints(self) -> list[Any]:
+        """Per rank: fingerprints of tensors, stray elements of parameters."""
+        return self._llm.collective_rpc("megarl_fingerprints")
 
     def sleep(self) -> None:
         """Free the GPU; weights are dropped, not kept in host memory, since a refit follows."""
