@@ -156,12 +156,20 @@ def plan(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def launch(argv: Sequence[str]) -> int:
+    """Start a run here, or print its batch script: megarl launch local|slurm +experiment=NAME [--dry-run]"""
+    from megarl.launching.command import run
+
+    return run(argv)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "answers": answers,
     "plan": plan,
     "diversity": diversity,
+    "launch": launch,
     "rewrite": rewrite,
     "demo": demo,
 }

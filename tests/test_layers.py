@@ -31,6 +31,7 @@ PURE = tuple(
         ),
         *("schedule", "diagnostics", "verification", "rollouts", "planning", "views", "diversity"),
         *("collapse", "choices", "flow"),
+        *("launching.site", "launching.slurm"),
         *(f"evaluation.{part}" for part in ("estimate", "score", "sets", "pairs", "report")),
     )
 )
