@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     if not template.is_file():
         raise ValueError(f"template={template}: no such file")
     script = render(job, site, template.read_text())
-    print(script, plan, PORTS, sep="\n")
+    print(script, *(f"# {line}" for line in f"{plan}\n{PORTS}".splitlines()), sep="\n")  # the whole is a script
     return 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import CONFIG_DIR
+from megarl.launching.command import run
 from megarl.launching.site import Site, load_site
 from megarl.launching.slurm import TEMPLATE, Component, Job, render
 
@@ -127,3 +128,15 @@ def test_shipped_clusters_render(file: Path) -> None:
 def test_an_unknown_cluster_is_told_the_known() -> None:
     with pytest.raises(ValueError, match="shipped: apptainer, cpu, pyxis, slurm"):
         load_site("nowhere", {})
+
+
+def test_what_is_printed_is_a_script_with_the_plan_behind_it(capsys: pytest.CaptureFixture[str]) -> None:
+    agents = [f"agents.{name}.layout.tp=8" for name in ("qwen", "llama")]
+    asked = ["slurm", "+experiment=plan_7b_8b_2nodes", "cluster.device=cuda", *agents]
+    with pytest.raises(ValueError, match="add --dry-run"):
+        run(asked)
+    assert run([*asked, "--dry-run", "--ask", "time=2:00"]) == 0
+    text = checked(capsys.readouterr().out)
+    assert "#SBATCH --time=2:00" in text
+    plan = [line.split(maxsplit=2)[1:] for line in text.splitlines() if line.endswith("of 8 slots")]
+    assert plan == [["qwen", "node 0: 8 of 8 slots"], ["llama", "node 1: 8 of 8 slots"]]
