@@ -164,6 +164,13 @@ def reshard(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def launch(argv: Sequence[str]) -> int:
+    """Start a run here, or print its batch script: megarl launch local|slurm +experiment=NAME [--dry-run]"""
+    from megarl.launching.command import run
+
+    return run(argv)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
@@ -171,6 +178,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "plan": plan,
     "reshard": reshard,
     "diversity": diversity,
+    "launch": launch,
     "rewrite": rewrite,
     "demo": demo,
 }

@@ -30,7 +30,7 @@ PURE = tuple(
             "advantages",
         ),
         *("schedule", "diagnostics", "verification", "rollouts", "planning", "views", "diversity"),
-        *("collapse", "choices", "flow", "backends.shards"),
+        *("collapse", "choices", "flow", "backends.shards", "launching.site", "launching.slurm"),
         *(f"evaluation.{part}" for part in ("estimate", "score", "sets", "pairs", "report")),
     )
 )

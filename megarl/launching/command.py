@@ -1,0 +1,131 @@
+"""`megarl launch slurm|local`: a run on the nodes of a cluster, or on this machine."""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml import YAMLError
+
+from megarl.config import RunConfig, compose
+from megarl.launching.site import Site, load_site
+from megarl.launching.slurm import TEMPLATE, Component, Job, render
+
+PORTS = """ports
+  Ray's head      free when the head starts, below the kernel's own range (from 20000 on); told to the other nodes by a
+                  file of this job and try
+  Ray's daemons   given by the kernel of each node
+  rank 0 of each  free on its node when the agent's ranks start, below the kernel's own range (from 20000 on)"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """0: printed, or the local run ended well; else the code of what was run."""
+    args = _parser().parse_intermixed_args(argv)
+    cfg = compose(args.overrides, args.config_dir)
+    if args.where == "local":
+        return _local(cfg, args)
+    if not args.dry_run:
+        raise ValueError("megarl launch slurm prints the script so far and submits none: add --dry-run")
+    site = load_site(args.site, _changes(args.ask))
+    components = components_of(cfg, site)
+    plan = plan_text(cfg, site, components)
+    job = Job(
+        name=cfg.name,
+        components=components,
+        device=cfg.cluster.device,
+        overrides=tuple(args.overrides),
+        work_dir=Path.cwd(),
+        log_dir=Path(cfg.output).resolve() / "launch" / cfg.experiment / cfg.name,
+        config_dir=args.config_dir.resolve() if args.config_dir else None,
+    )
+    template = Path(site.template) if site.template else TEMPLATE
+    if not template.is_file():
+        raise ValueError(f"template={template}: no such file")
+    script = render(job, site, template.read_text())
+    print(script, *(f"# {line}" for line in f"{plan}\n{PORTS}".splitlines()), sep="\n")  # the whole is a script
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megarl launch", description=__doc__)
+    parser.add_argument("where", choices=("slurm", "local"))
+    parser.add_argument("overrides", nargs="*", help="+experiment=NAME and key=value, as for `megarl train`")
+    parser.add_argument("--dry-run", action="store_true", help="print script, placement and ports, and stop")
+    parser.add_argument("--site", default="slurm", help="a file of configs/cluster, or a .yaml file of your own")
+    parser.add_argument("--ask", action="append", default=[], metavar="KEY=VALUE", help="instead of the file's value")
+    parser.add_argument("--config-dir", type=Path, help="a folder of your own experiment/, algo/ ... YAML files")
+    return parser
+
+
+def _changes(asked: Sequence[str]) -> Mapping[str, Any]:
+    changes: dict[str, Any] = {}
+    for text in asked:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--ask {text}: wanted KEY=VALUE")
+        try:
+            # time=2:00 is no number of minutes times sixty, and a word stays the word it is
+            changes[key] = yaml.safe_load(value) if value[:1] in "[{" or not _is_text(key) else value
+        except YAMLError as error:
+            raise ValueError(f"--ask {text}: {' '.join(str(error).split())}") from error
+    return changes
+
+
+def _is_text(key: str) -> bool:
+    return key not in ("cpus_per_node", "exclusive", "form_timeout_s")
+
+
+def components_of(cfg: RunConfig, site: Site) -> tuple[Component, ...]:
+    """What is asked of Slurm: equal nodes, or one component per group. ValueError where an agent has no group."""
+    if not site.groups:
+        return (Component(nodes=cfg.cluster.nodes, slots=cfg.cluster.gpus_per_node),)
+    seated = [agent for group in site.groups.values() for agent in group.agents]
+    if sorted(seated) != sorted(cfg.agents):
+        raise ValueError(
+            f"groups hold the agents {', '.join(seated)}, the run has {', '.join(cfg.agents)}: every agent is in "
+            "exactly one group"
+        )
+    return tuple(
+        Component(nodes=group.nodes, slots=group.gpus_per_node, partition=group.partition, options=group.options)
+        for group in site.groups.values()
+    )
+
+
+def plan_text(cfg: RunConfig, site: Site, components: Sequence[Component]) -> str:
+    """Which agent sits on which node, by the rule that the run itself follows. ValueError where one does not fit."""
+    from megarl.agents import one_node  # here: what is mistyped is refused before torch and Ray are imported
+    from megarl.backends.cluster import Node
+    from megarl.backends.placement import plan_nodes
+
+    parts = [group.agents for group in site.groups.values()] or [tuple(cfg.agents)]
+    lines, first = ["placement"], 0
+    for names, part in zip(parts, components, strict=True):
+        free = {Node(str(n), f"node {n}", part.slots): part.slots for n in range(first, first + part.nodes)}
+        first += part.nodes
+        agents = {name: cfg.agents[name] for name in names}
+        planned = plan_nodes(
+            free,
+            {name: agent.slots for name, agent in agents.items()},
+            {name: one_node(agent) for name, agent in agents.items()},
+        )
+        for name, chunks in planned.items():
+            where = ", ".join(f"{node.address}: {size} of {node.slots} slots" for node, size in chunks)
+            lines.append(f"  {name:15} {where}")
+    return "\n".join(lines)
+
+
+def _local(cfg: RunConfig, args: argparse.Namespace) -> int:
+    if cfg.cluster.nodes > 1 and cfg.cluster.address is None:
+        raise ValueError(f"cluster.nodes={cfg.cluster.nodes}: this machine is one; `megarl launch slurm` asks for more")
+    own = ["--config-dir", str(args.config_dir)] if args.config_dir else []
+    command = [sys.executable, "-m", "megarl", "train", *own, *args.overrides]
+    if args.dry_run:
+        site = Site()
+        print(shlex.join(command), plan_text(cfg, site, components_of(cfg, site)), PORTS, sep="\n")
+        return 0
+    sys.stdout.flush()
+    os.execv(command[0], command)  # signals and the exit code are then the run's own
