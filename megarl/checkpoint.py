@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,21 @@ def find(run_dir: Path, step: int | None = None) -> Found:
     return Found(whole.get(found), found, skipped)
 
 
-def save(run_dir: Path, step: int, agents: Agents, deck: Deck, cursor: Cursor, keep: int) -> Path:
-    """Write ``checkpoints/step_<step>`` and remove all but the newest ``keep`` complete ones."""
+def save(
+    run_dir: Path,
+    step: int,
+    agents: Agents,
+    deck: Deck,
+    cursor: Cursor,
+    *,
+    keep: int,
+    still_ours: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write ``checkpoints/step_<step>`` and remove all but the newest ``keep`` complete ones.
+
+    ``still_ours`` raises where another process has taken the run over: what was written is then not made a checkpoint.
+    """
+    still_ours()
     final = run_dir / "checkpoints" / f"step_{step}"
     partial = final.with_name(f"{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -58,6 +71,7 @@ def save(run_dir: Path, step: int, agents: Agents, deck: Deck, cursor: Cursor, k
     }
     _write_through(partial / "state.json", json.dumps(state, indent=1))
     _write_through(partial / _COMPLETE, f"{step}\n")
+    still_ours()
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
     _sync(final.parent)

@@ -1,7 +1,8 @@
 """The one entry point: ``megarl VERB ...``, the same as ``python -m megarl VERB ...``.
 
 Exit codes: 0 done, 1 a worker, a disk or a network was lost (or a bug, with its traceback), 2 bad input, 3 stopped by
-a guard, 128 + the signal's number where one ended the run (130: Ctrl-C, 143: SIGTERM).
+a guard, 75 checkpointed and wants to be taken up again (SIGUSR1, or a time limit), 128 + the signal's number where one
+ended the run (130: Ctrl-C, 143: SIGTERM).
 """
 
 import argparse
@@ -13,14 +14,11 @@ from pathlib import Path
 from types import FrameType
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from megarl import __version__
-from megarl.config import RunConfig, compose, validate
+from megarl import __version__, leaving
+from megarl.config import compose, resumed
 
-LOST, BAD_INPUT, GUARD = 1, 2, 3
+LOST, BAD_INPUT, GUARD, CHECKPOINTED = 1, 2, 3, 75
 
 
 class Ended(KeyboardInterrupt):
@@ -79,39 +77,27 @@ def train(argv: Sequence[str]) -> int:
     if args.cfg:
         print(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False), end="")
         return 0
+    leaving.listen()  # before the imports: until then the signal would kill
     from safetensors import SafetensorError
 
     from megarl.backends.cluster import WorkerLost  # here: a typo is refused before torch, Ray and vLLM are imported
     from megarl.backends.fingerprints import RefitMismatch
     from megarl.guards import GuardStop
+    from megarl.run_dir import Superseded
     from megarl.train import train as run
 
     try:
         run(cfg, resume=args.resume)
-    except (GuardStop, FloatingPointError, RefitMismatch) as stop:
+    except leaving.Left as left:
+        print(f"megarl train: {left}", file=sys.stderr)
+        return CHECKPOINTED
+    except (GuardStop, FloatingPointError, RefitMismatch, Superseded) as stop:
         print(f"megarl train: stopped: {stop}", file=sys.stderr)
         return GUARD
     except (WorkerLost, TimeoutError, SafetensorError) as lost:  # the last: a full disk, under a library's own name
         print(f"megarl train: {told(lost)}", file=sys.stderr)
         return LOST
     return 0
-
-
-def resumed(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of a run that is taken up again, with what the user changes now (a layout, more steps)."""
-    file = run_dir / "config.yaml"
-    if not file.is_file():
-        raise ValueError(f"--resume {run_dir}: no run there (no config.yaml)")
-    if added := [text for text in overrides if text.startswith(("+", "~"))]:
-        raise ValueError(f"--resume {run_dir}: {added[0]}: a run that is resumed has its configuration; only key=value")
-    try:
-        changes = OmegaConf.from_dotlist(list(overrides))
-        raw = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(file), changes), resolve=True)
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"--resume {run_dir}: {' '.join(str(error).split())}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{file} is no configuration of a run")
-    return validate({str(key): value for key, value in raw.items()})
 
 
 def demo(argv: Sequence[str]) -> int:

@@ -355,3 +355,20 @@ def _section(path: Sequence[str]) -> list[str]:
 def _flatten(annotation: Any) -> list[Any]:
     inner = get_args(annotation)
     return [annotation] if not inner else [leaf for part in inner for leaf in _flatten(part)]
+
+
+def resumed(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a run that is taken up again, with what the user changes now (a layout, more steps)."""
+    file = run_dir / "config.yaml"
+    if not file.is_file():
+        raise ValueError(f"--resume {run_dir}: no run there (no config.yaml)")
+    if added := [text for text in overrides if text.startswith(("+", "~"))]:
+        raise ValueError(f"--resume {run_dir}: {added[0]}: a run that is resumed has its configuration; only key=value")
+    try:
+        changes = OmegaConf.from_dotlist(list(overrides))
+        raw = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(file), changes), resolve=True)
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"--resume {run_dir}: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{file} is no configuration of a run")
+    return validate({str(key): value for key, value in raw.items()})

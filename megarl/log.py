@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -38,8 +38,12 @@ _LAST = {
 class RunLog:
     """One run's records. Everything about a step stands in one row of metrics.jsonl, written when the step is over."""
 
-    def __init__(self, cfg: RunConfig, run_dir: Path, start: int) -> None:
+    def __init__(self, cfg: RunConfig, run_dir: Path, start: int, still_ours: Callable[[], None]) -> None:
+        """``still_ours`` is called before anything is written, and raises where another process owns the run."""
         self.run_dir = run_dir
+        self.still_ours = still_ours
+        self.longest: Metrics = {}  # seconds of phases, and of steps, in this process
+        self._step_began = 0.0
         self.console = Console(stderr=True)
         self._steps = cfg.steps
         self._slots = {seat: cfg.agent_at(seat).slots for seat in cfg.seats}
@@ -101,9 +105,10 @@ class RunLog:
     def step(self, step: int) -> Iterator[None]:
         """Collect one step's metrics; write its row when the step has succeeded."""
         self._row, self._tokens = {}, {}
-        start = time.perf_counter()
+        self._step_began = time.perf_counter()
         yield
-        self._last_step_seconds = self._row["cohort/time/step"] = time.perf_counter() - start
+        self._last_step_seconds = self._row["cohort/time/step"] = self.elapsed
+        self._keep_longest("step", self.elapsed)
         self._add_throughput()
         self._write(step)
         if self._tokens:  # none: the evaluation after the last step
@@ -111,14 +116,24 @@ class RunLog:
             if not self.console.is_terminal:  # a log file shows no progress bar
                 self.say(f"step {step + 1}/{self._steps}: {self._note(step)}{self._rewards()}")
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the present step so far."""
+        return time.perf_counter() - self._step_began
+
+    def _keep_longest(self, name: str, seconds: float) -> None:
+        self.longest[name] = max(self.longest.get(name, 0.0), seconds)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase of the cohort and show it."""
         self._progress.update(self._task, description=f"{self.run_dir.name}: {name}")
         start = time.perf_counter()
         yield
+        seconds = time.perf_counter() - start
+        self._keep_longest(name, seconds)
         key = f"cohort/time/{name}"
-        self._row[key] = self._row.get(key, 0.0) + time.perf_counter() - start
+        self._row[key] = self._row.get(key, 0.0) + seconds
 
     def metrics(self, values: Mapping[str, float]) -> None:
         """Add to the present row; keys are ``agent/<name>/<group>/<metric>`` or ``cohort/<metric>``."""
@@ -140,6 +155,7 @@ class RunLog:
         stats: Mapping[RolloutKey, TokenStats],
     ) -> None:
         """Keep a step's rollouts, with what became of them, in ``rollouts/``."""
+        self.still_ours()
         for rollout in seen:
             tokens = len(rollout.prompt_ids) + len(rollout.token_ids)
             self._tokens[rollout.prompt.agent] = self._tokens.get(rollout.prompt.agent, 0) + tokens
@@ -180,6 +196,7 @@ class RunLog:
         return "".join(f", {name} reward {value:.3f}" for name, value in values.items() if value is not None)
 
     def _write(self, step: int) -> None:
+        self.still_ours()
         row = {"step": step, **dict(sorted(self._row.items()))}
         finite = {key: value if math.isfinite(value) else None for key, value in row.items()}  # JSON has no NaN
         self._metrics.write(json.dumps(finite) + "\n")

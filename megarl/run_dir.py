@@ -1,8 +1,13 @@
 """A run's folder: one writer at a time, nothing in it overwritten, and what a run that is taken up again may change."""
 
 import fcntl
+import json
+import os
+import socket
+import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +26,34 @@ MAY_CHANGE = (
     *("agents.*.optimizer", "agents.*.kl_coef"),
 )
 MAY_NOT_CHANGE = ("agents.*.optimizer.name",)  # its state would not fit
+TRY = "MEGARL_TRY"  # set by whoever starts a job again: JOB.TRY
+
+
+class Superseded(RuntimeError):
+    """Another process has taken the run over; this one must not write into it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A run's folder, the number of steps that are done in it, and the right to write there."""
+
+    path: Path
+    start: int
+    token: str
+
+    def check(self) -> None:
+        """Raise Superseded unless the folder is still ours: a node that was cut off may have lost it unknowingly."""
+        owner = _owner(self.path)
+        if owner.get("token") != self.token:
+            raise Superseded(f"{self.path} was taken over by {owner.get('try') or 'another process'}")
 
 
 @contextmanager
-def claim(cfg: RunConfig, resume: Path | None, deck: Deck) -> Iterator[tuple[Path, int]]:
-    """The run's folder, for as long as the block lasts, and the number of steps that are done in it.
+def claim(cfg: RunConfig, resume: Path | None, deck: Deck) -> Iterator[Claim]:
+    """The run's folder, for as long as the block lasts.
+
+    A later try of the same job (MEGARL_TRY is JOB.TRY) takes the folder from an earlier one, whose process may live on
+    where nobody can reach it; the earlier one finds out before it writes.
 
     Raises ValueError where another process is at work there, where a new run would stand on top of an old one, and
     where ``resume`` finds nothing to go on from or a run that this configuration does not continue. Nothing has been
@@ -35,16 +63,52 @@ def claim(cfg: RunConfig, resume: Path | None, deck: Deck) -> Iterator[tuple[Pat
     if resume is None:
         _must_be_free(path)
     path.mkdir(parents=True, exist_ok=True)
-    with (path / ".lock").open("w") as lock:
+    with _locked(path):
+        start = 0
+        if resume is None:
+            _must_be_free(path)  # once more: who was here first may have finished by now
+        else:
+            start = _steps_done(cfg, path, deck)
+        token = uuid.uuid4().hex
+        owner = {"token": token, "try": os.environ.get(TRY), "host": socket.gethostname(), "pid": os.getpid()}
+        new = path / f".owner.{token}"
+        new.write_text(json.dumps(owner), encoding="utf-8")
+        new.replace(path / ".owner")
+        yield Claim(path, start, token)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The lock of the folder. ValueError where another process holds it, or a later try of this job has been here."""
+    mine, theirs = _try(os.environ.get(TRY)), _try(_owner(path).get("try"))
+    if mine and theirs and mine[0] == theirs[0] and mine[1] < theirs[1]:
+        raise ValueError(f"{path}: try {theirs[1]} of job {theirs[0]} has it; this is try {mine[1]}")
+    file = path / ".lock"
+    with ExitStack() as stack:
+        lock = stack.enter_context(file.open("w"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"{path}: another process is training in this folder") from error
-        if resume is None:
-            _must_be_free(path)  # once more: who was here first may have finished by now
-            yield path, 0
-        else:
-            yield path, _steps_done(cfg, path, deck)
+            if not (mine and theirs and mine[0] == theirs[0] and mine[1] > theirs[1]):
+                raise ValueError(f"{path}: another process is training in this folder") from error
+            file.unlink()  # the old one keeps its lock, on a file that is no more
+            lock = stack.enter_context(file.open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def _owner(path: Path) -> dict[str, Any]:
+    try:
+        owner = json.loads((path / ".owner").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _try(text: str | None) -> tuple[str, int] | None:
+    """(job, try) of JOB.TRY"""
+    job, dot, number = (text or "").rpartition(".")
+    return (job, int(number)) if dot and number.isdigit() else None
 
 
 def _must_be_free(path: Path) -> None:

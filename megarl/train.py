@@ -11,6 +11,7 @@ from megarl.deck import Cursor, Deck, open_deck
 from megarl.diagnostics import diagnose, drift, twins
 from megarl.evaluation.ask import evaluate, open_evaluation
 from megarl.guards import check_collapse, check_drift, check_updates
+from megarl.leaving import Left, reason_to_leave
 from megarl.log import RunLog
 from megarl.refill import roll_out, say_idle, trained
 from megarl.run_dir import claim
@@ -23,11 +24,14 @@ def train(cfg: RunConfig, *, resume: Path | None = None) -> Path:
     deck = open_deck(cfg.data, readers(cfg, chats), cfg.seed, gold_needed="gold" in cfg.algo.needs)
     exam = open_evaluation(cfg, chats)
     deck.check_size(cfg.batch.prompts_per_step)
-    with claim(cfg, resume, deck) as (run_dir, start), closing(RunLog(cfg, run_dir, start)) as log:
-        with open_agents(cfg, run_dir, chats) as agents:
-            _train(cfg, agents, log, deck, exam, start)
+    with (
+        claim(cfg, resume, deck) as claimed,
+        closing(RunLog(cfg, claimed.path, claimed.start, claimed.check)) as log,
+    ):
+        with open_agents(cfg, claimed.path, chats) as agents:
+            _train(cfg, agents, log, deck, exam, claimed.start)
         log.console.print(log.summary(tuple(dict.fromkeys((*cfg.agents, *cfg.seats)))))
-    return run_dir
+    return claimed.path
 
 
 def _train(cfg: RunConfig, agents: Agents, log: RunLog, deck: Deck, exam: Deck | None, start: int) -> None:
@@ -74,9 +78,13 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, deck: Deck, exam: Deck |
                     log.agents("reshard", reshard_all(agents, step + 1, cfg.reshard.bucket_bytes, log.seconds))
 
             log.samples(step, seen, labels, training, samples, stats)
-            if due(cfg, step + 1):
+            leave = None if step + 1 == cfg.steps else reason_to_leave(log.elapsed, log.longest)
+            if due(cfg, step + 1) or leave:
                 with log.phase("save"):
-                    checkpoint.save(log.run_dir, step + 1, agents, deck, cursor, cfg.checkpoint.keep)
+                    keep = cfg.checkpoint.keep
+                    checkpoint.save(log.run_dir, step + 1, agents, deck, cursor, keep=keep, still_ours=log.still_ours)
+        if leave:
+            raise Left(f"{leave}: checkpointed after step {step + 1} of {cfg.steps}")
 
     if exam:
         with log.step(cfg.steps), rolling(agents):

@@ -3,6 +3,7 @@
 import argparse
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import yaml
 from yaml import YAMLError
 
-from megarl.config import RunConfig, compose
+from megarl.config import RunConfig, compose, resumed
 from megarl.launching.site import Site, load_site
 from megarl.launching.slurm import TEMPLATE, Component, Job, render
 
@@ -25,14 +26,15 @@ PORTS = """ports
 def run(argv: Sequence[str]) -> int:
     """0: printed, or the local run ended well; else the code of what was run."""
     args = _parser().parse_intermixed_args(argv)
-    cfg = compose(args.overrides, args.config_dir)
+    if args.resume and args.config_dir:
+        raise ValueError("--resume takes the run's own configuration: --config-dir has no place beside it")
+    cfg = resumed(args.resume, args.overrides) if args.resume else compose(args.overrides, args.config_dir)
     if args.where == "local":
         return _local(cfg, args)
-    if not args.dry_run:
-        raise ValueError("megarl launch slurm prints the script so far and submits none: add --dry-run")
     site = load_site(args.site, _changes(args.ask))
     components = components_of(cfg, site)
     plan = plan_text(cfg, site, components)
+    run_dir = (args.resume or cfg.run_dir).resolve()
     job = Job(
         name=cfg.name,
         components=components,
@@ -40,13 +42,35 @@ def run(argv: Sequence[str]) -> int:
         overrides=tuple(args.overrides),
         work_dir=Path.cwd(),
         log_dir=Path(cfg.output).resolve() / "launch" / cfg.experiment / cfg.name,
+        run_dir=run_dir,
+        resume=args.resume is not None,
         config_dir=args.config_dir.resolve() if args.config_dir else None,
     )
     template = Path(site.template) if site.template else TEMPLATE
     if not template.is_file():
         raise ValueError(f"template={template}: no such file")
     script = render(job, site, template.read_text())
+    if not args.dry_run:
+        return _submit(script, job)
     print(script, *(f"# {line}" for line in f"{plan}\n{PORTS}".splitlines()), sep="\n")  # the whole is a script
+    return 0
+
+
+def _submit(script: str, job: Job) -> int:
+    """Hand it to sbatch; ValueError with sbatch's own words where Slurm will not have it."""
+    if not job.resume and (job.run_dir / "config.yaml").exists():
+        raise ValueError(f"{job.run_dir} exists already: choose another name=..., or go on with --resume {job.run_dir}")
+    job.log_dir.mkdir(parents=True, exist_ok=True)
+    file = job.log_dir / "batch.sh"
+    file.write_text(script, encoding="utf-8")
+    try:
+        done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise ValueError("sbatch is not on PATH: submit from a login node of the cluster") from error
+    if done.returncode:
+        raise ValueError(f"sbatch {file}: {done.stderr.strip()}")
+    number = done.stdout.strip().split(";")[0]
+    print(f"job {number}: output in megarl-{number}.out, logs in {job.log_dir}/job-{number}.0, run in {job.run_dir}")
     return 0
 
 
@@ -55,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("where", choices=("slurm", "local"))
     parser.add_argument("overrides", nargs="*", help="+experiment=NAME and key=value, as for `megarl train`")
     parser.add_argument("--dry-run", action="store_true", help="print script, placement and ports, and stop")
+    parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="take up a run that stopped")
     parser.add_argument("--site", default="slurm", help="a file of configs/cluster, or a .yaml file of your own")
     parser.add_argument("--ask", action="append", default=[], metavar="KEY=VALUE", help="instead of the file's value")
     parser.add_argument("--config-dir", type=Path, help="a folder of your own experiment/, algo/ ... YAML files")
@@ -75,8 +100,11 @@ def _changes(asked: Sequence[str]) -> Mapping[str, Any]:
     return changes
 
 
+_NUMBERS = ("object_store_mib", "beat_timeout_s", "warn_s", "max_tries")
+
+
 def _is_text(key: str) -> bool:
-    return key not in ("cpus_per_node", "exclusive", "form_timeout_s")
+    return key not in ("cpus_per_node", "exclusive", "form_timeout_s", *_NUMBERS)
 
 
 def components_of(cfg: RunConfig, site: Site) -> tuple[Component, ...]:
@@ -122,6 +150,7 @@ def _local(cfg: RunConfig, args: argparse.Namespace) -> int:
     if cfg.cluster.nodes > 1 and cfg.cluster.address is None:
         raise ValueError(f"cluster.nodes={cfg.cluster.nodes}: this machine is one; `megarl launch slurm` asks for more")
     own = ["--config-dir", str(args.config_dir)] if args.config_dir else []
+    own += ["--resume", str(args.resume)] if args.resume else []
     command = [sys.executable, "-m", "megarl", "train", *own, *args.overrides]
     if args.dry_run:
         site = Site()

