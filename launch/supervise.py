@@ -5,6 +5,7 @@ the driver (`megarl train`) is a child of this process. All that belongs to one 
 own, ``job-<id>.<try>`` on the shared file system:
 
     node.py, plan.json   what the nodes run, and with what
+    token                Ray's, of this try; readable by this user alone
     report-<rank>.json   what a node found about itself, before anything is started
     go, head             the nodes are fit to start; where Ray's head listens
     beat-<rank>, beat    signs of life: of the nodes, of this process
@@ -17,6 +18,7 @@ Standard library only, Python 3.9 or newer: where processes live in a container,
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -36,6 +38,10 @@ class Unfit(Exception):
     """The nodes cannot carry the run; the message names the culprit."""
 
 
+class Interrupted(Exception):
+    """A signal asks to end, or to leave, and nothing has begun."""
+
+
 class Nodes:
     """The srun step with one task per node, and what its tasks have written into the folder of this try."""
 
@@ -49,6 +55,10 @@ class Nodes:
         here = Path(__file__).resolve().parent / "node.py"
         shutil.copyfile(here, self.folder / "node.py")  # the container may not see where this file stands
         write(self.folder / "plan.json", json.dumps(self.plan))
+        secret = self.folder / "token"  # nobody without it joins this Ray, nor does anybody's job by mistake
+        secret.touch(mode=0o600)
+        secret.write_text(secrets.token_hex(32))
+        os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(secret)})
         files = [str(self.folder / "node.py"), str(self.folder / "plan.json")]
         command = [*self.plan["srun"], *self.plan["inside"], self.plan["python"], *files]
         self.step = subprocess.Popen(command, stdin=subprocess.DEVNULL)
@@ -134,6 +144,9 @@ class Supervisor:
             self.nodes.last_words()
             # at first somebody should look; later, the night's work is at stake
             code = NODE_LOST if self.attempt else LOST
+        except Interrupted:
+            self.say("a signal came before the run began")
+            code = 128 + signal.SIGTERM if self.ending else CHECKPOINTED
         finally:
             self.nodes.stop()
         return self._finish(code)
@@ -155,7 +168,7 @@ class Supervisor:
         """Our own sign of life, without which the nodes end by themselves; and a look for signals."""
         write(self.folder / "beat", str(time.time()))
         if self.ending or self.leaving:
-            raise Unfit("a signal ended the job before the run began")
+            raise Interrupted
         return True
 
     def _drive(self, head):
@@ -166,8 +179,10 @@ class Supervisor:
             code = self._one_driver(head)
             if code in (DONE, BAD_INPUT, GUARD, CHECKPOINTED, NODE_LOST) or self.ending:
                 return code
-            if self.leaving:  # the signal came before the driver could hear it
-                return CHECKPOINTED
+            if self.leaving and (code == -signal.SIGUSR1 or self._checkpoint()):
+                return (
+                    CHECKPOINTED  # the signal came before it could be heard, or the last step failed: go on elsewhere
+                )
             if (reason := self._gone_since(time.monotonic())) is not None:
                 self.say(f"error: {reason}")
                 return NODE_LOST

@@ -311,6 +311,15 @@ def _megatron(name: str, cfg: RunConfig, placement: Placement) -> MegatronPolicy
     )
 
 
+def _must_be_here(name: str, placement: Placement | None) -> None:
+    """ValueError where an engine in the driver's process would wait for weights that a policy leaves on other nodes."""
+    if placement and (far := [str(b.node) for b in placement.bundles if b.node.id != placement.cluster.driver_node]):
+        raise ValueError(
+            f"agents.{name}.engine.backend=reference samples in the driver's process, and the policy has ranks on "
+            f"{', '.join(dict.fromkeys(far))}: vllm runs where the policy is"
+        )
+
+
 def _build_engine(name: str, cfg: RunConfig, chat: Chat, placement: Placement | None) -> Engine:
     agent = cfg.agents[name]
     match agent.engine.backend:
@@ -319,6 +328,7 @@ def _build_engine(name: str, cfg: RunConfig, chat: Chat, placement: Placement | 
             longest = cfg.engine_tokens(name)
             return VllmEngine(name, agent, placement, chat, longest, cfg.vllm)
         case "reference":
+            _must_be_here(name, placement)
             return ReferenceEngine(agent, chat)
         case "replay":
             assert agent.engine.replay is not None

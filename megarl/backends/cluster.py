@@ -57,6 +57,7 @@ class Cluster:
     config: ClusterConfig
     run_dir: Path
     nodes: tuple[Node, ...]
+    driver_node: str  # id of the node that this process is on
     scratch: Scratch | None  # sockets and logs of a cluster of our own; None: joined
     groups: list[PlacementGroup] = field(default_factory=list)
 
@@ -111,7 +112,8 @@ def connect(cfg: ClusterConfig, run_dir: Path) -> Cluster:
             undo.callback(ray.shutdown)
         device, nodes = _wait_for_nodes(cfg, device)
         undo.pop_all()
-    return Cluster(device=device, config=cfg, run_dir=run_dir, nodes=nodes, scratch=scratch)
+    here = ray.get_runtime_context().get_node_id()
+    return Cluster(device=device, config=cfg, run_dir=run_dir, nodes=nodes, driver_node=here, scratch=scratch)
 
 
 @contextmanager

@@ -88,6 +88,22 @@ class Site(Section):
                 raise ValueError(f"options: {option} is no long option of sbatch: --NAME or --NAME=VALUE")
         return self
 
+    @model_validator(mode="after")
+    def _the_warning_comes_while_something_can_be_done(self) -> "Site":
+        if self.warn_s >= (limit := _seconds(self.time)):
+            raise ValueError(f"warn_s={self.warn_s} is not before the end of time={self.time}, {limit} s")
+        return self
+
+
+def _seconds(time: str) -> int:
+    """Of minutes, minutes:seconds, hours:minutes:seconds, days-hours:minutes and so on, as sbatch reads them."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if not dash and len(parts) < 3:
+        parts = [0, *parts]
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
 
 def load_site(name: str, changes: Mapping[str, Any]) -> Site:
     """``configs/cluster/NAME.yaml``, or the file NAME where it ends in .yaml, with ``changes`` on top.
