@@ -38,8 +38,9 @@ def test_a_cohort_on_three_nodes_learns_what_it_learns_on_one(plain, uninterrupt
 def test_preempted_and_requeued_it_goes_on_as_if_nothing_had_been(uninterrupted, slurm):
     job = jobs.launch(slurm, "preempted")
     job.until(lambda: job.rows() >= 3, "three steps")
-    other = slurm.on(CONTROLLER, "sbatch", "--parsable", "-p", "high", "-N4", "--wrap", "sleep 3").split()[0]
+    other = slurm.on(CONTROLLER, "sbatch", "--parsable", "-p", "high", "-N4", "--exclusive", "--wrap", "sleep 1").split()[0]
     assert job.end() == "COMPLETED", job.said
+    print(job.said)
     assert slurm.state_of(other) == "COMPLETED"
     assert "asked to leave by SIGUSR1: checkpointed after step" in job.said and "try 1" in job.said
     assert (job.folder / f"job-{job.number}.1").is_dir()
