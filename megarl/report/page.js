@@ -87,7 +87,12 @@ function overview() {
 
 function curves(show) {
   const draw = (metric) => [metric, seriesOf(metric)];
-  const figures = (metrics) => metrics.map(draw).filter(([, series]) => series.length).map(([metric, series]) => lineChart(metric, series, (step) => show(0, step)));
+  const figures = (metrics) => {
+    const drawn = metrics.map(draw).filter(([, series]) => series.length);
+    const still = drawn.filter(([, series]) => series.every((s) => s.points.every((p) => p[1] === 0)));
+    const moving = drawn.filter((one) => !still.includes(one)).map(([metric, series]) => lineChart(metric, series, (step) => show(0, step)));
+    return still.length ? [...moving, el("p", { class: "pale still" }, `0 throughout: ${still.map(([metric]) => metric).join(", ")}`)] : moving;
+  };
   const sections = CHARTS.map(([title, about, metrics]) => [title, about, figures(metrics)]).filter(([, , drawn]) => drawn.length);
   const memory = figures(metricNames().filter((metric) => /memory|high_water|(^|_)gib(_|$)/.test(metric)));
   if (memory.length) sections.push(["How much memory?", "As the run has measured it.", memory]);

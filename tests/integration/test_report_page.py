@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from megarl import rollouts
 from megarl.answers.equal import equal
@@ -81,8 +81,9 @@ def plain(folder):
 
 def settled(page: Page) -> str:
     """What the browser of rollouts says once it has looked through all it was told to."""
-    page.wait_for_function("/^[0-9,]+ rollouts/.test(document.querySelector('#rollouts .status').textContent)")
-    return page.locator("#rollouts .status").inner_text()
+    status = page.locator("#rollouts .status")
+    expect(status).to_have_text(re.compile("^[0-9,]+ rollouts"), timeout=60_000)
+    return status.inner_text()
 
 
 def choose(page: Page, label: str, value: str) -> str:
@@ -175,7 +176,7 @@ def response(agent: str, uid: str, index: int, text: str, answer: str | None, pa
 
 def written(step: int, rng: np.random.Generator) -> tuple[list[Rollout], dict]:
     """One step's rollouts, all different, of about 400 characters, and the labels."""
-    words = np.array("so the root of this number lies between its neighbours and we find that it must be".split())
+    words = re.findall(r"\w+", "so the root of this number lies between its neighbours and we find that it must be")
     seen, labels = [], {}
     for agent in ("ann", "bob"):
         for q in range(QUESTIONS):
