@@ -1,5 +1,5 @@
 "use strict";
-// Making elements. Text always goes in as a text node: nothing here, nor anywhere else, writes innerHTML.
+// Making elements. Text always goes in as a text node: nowhere is markup parsed.
 
 const SVG = "http://www.w3.org/2000/svg";
 

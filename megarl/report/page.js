@@ -130,7 +130,7 @@ function timesOf(run, row) {
     from += seconds;
     return bar;
   });
-  const seconds = Math.max(at("cohort/time/step") ?? from, from);
+  const seconds = Math.max(at("cohort/time/step") ?? from, from) || 1; // a row without times: an empty picture
   const rows = [{ name: "cohort", bars }, ...names.map((name) => ({ name, bars: bars.map((bar) => {
     const own = at(`agent/${name}/time/${bar.phase}`);
     return own === null ? null : { ...bar, seconds: Math.min(own, bar.seconds), waits: Math.max(0, bar.seconds - own) };
@@ -139,6 +139,7 @@ function timesOf(run, row) {
 }
 
 function time() {
+  if (!runs.some((run) => run.columns["cohort/time/step"])) return null;
   const picture = el("div"), said = el("output");
   const run = choice("run", runs.map((r, i) => [i, r.name]), () => { fill(); draw(); });
   const slider = el("input", { type: "range", min: 0, "aria-label": "step", oninput: draw });
@@ -182,7 +183,7 @@ function configuration() {
 }
 
 const browser = rolloutsBrowser(runs);
-const parts = [overview(), curves(browser.show), signs(), time(), configuration(), browser.section];
+const parts = [overview(), curves(browser.show), signs(), time(), configuration(), browser.section].filter(Boolean);
 document.querySelector("main").append(...parts);
 document.querySelector("nav").append(...parts.map((part) => el("a", { href: `#${part.id}` }, part.querySelector("h2").textContent)),
   el("span", { class: "pale" }, `megarl ${version}, ${made}`));

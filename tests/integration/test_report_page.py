@@ -131,7 +131,7 @@ def test_a_run_as_it_was_trained(plain, folder, visit):
     assert sum(by_label.values()) == 4 and by_label["unknown"] == 0
     choose(page, "label", "")
     uid = seen[0].prompt.uid
-    assert counts(search(page, f" {uid.upper()}="))[0] == 0  # the control: no prompt begins with a space
+    assert counts(search(page, f"{uid}=="))[0] == 0  # the control
     assert counts(search(page, f"{uid}="))[0] == 8
     assert counts(choose(page, "step", "all"))[1] >= 1
 
@@ -176,16 +176,14 @@ def response(agent: str, uid: str, index: int, text: str, answer: str | None, pa
 
 def written(step: int, rng: np.random.Generator) -> tuple[list[Rollout], dict]:
     """One step's rollouts, all different, of about 400 characters, and the labels."""
-    words = re.findall(r"\w+", "so the root of this number lies between its neighbours and we find that it must be")
     seen, labels = [], {}
     for agent in ("ann", "bob"):
         for q in range(QUESTIONS):
             uid = f"{step}-{q}"
             for i in range(SAMPLES):
                 value = int(rng.integers(3))
-                text = (
-                    f"{' '.join(rng.choice(words, 60))} \\(\\frac{{{q}}}{{{value + 1}}}\\), hence \\boxed{{{value}}}."
-                )
+                shown = " + ".join(map(str, rng.integers(1000, size=60)))
+                text = f"So we add {shown}: \\(\\frac{{{q}}}{{{value + 1}}}\\), hence \\boxed{{{value}}}."
                 seen.append(response(agent, uid, i, text, str(value)))
             labels[agent, uid] = Ballot(answer=str(q % 3), count=6, parsed=16, total=16)
     judged = seen[3].key
