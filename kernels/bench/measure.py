@@ -1,9 +1,12 @@
 """Seconds and peak memory of a call, on CPU and CUDA."""
 
+import datetime
+import importlib.metadata
 import multiprocessing
 import os
 import resource
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -74,14 +77,37 @@ def _peak_resident() -> int:
 
 
 def facts(device: torch.device, dry: bool) -> dict[str, Any]:
-    """What ran where: versions, and on CUDA the card's copy bandwidth and matrix rate as the roof."""
-    found: dict[str, Any] = {"torch": torch.__version__, "device": str(device), "dry": dry}
+    """What ran where and when: versions, and on CUDA the card's copy bandwidth and matrix rate as the roof."""
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "device": str(device),
+        "dry": dry,
+    }
     if device.type != "cuda":
         return found | {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    found |= {"gpu": torch.cuda.get_device_name(device), "driver": _driver(), "cuda": torch.version.cuda}
+    found |= {name: _version(name) for name in ("liger-kernel", "cut-cross-entropy")}
     x = torch.empty(1 << 30, device=device)
     y = torch.empty_like(x)
     found["copy_TBs"] = 2 * x.nbytes / seconds(lambda: y.copy_(x), device, 10) / 1e12
     a = torch.randn(8192, 8192, device=device).bfloat16()
     found["matmul_TFLOPs"] = 2 * 8192**3 / seconds(lambda: a @ a, device, 10) / 1e12
     return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """Of the NVIDIA card; None where nvidia-smi is not on PATH."""
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(ask, capture_output=True, text=True, timeout=60, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None

@@ -3,6 +3,7 @@
 Sources: GRPO (arXiv 2402.03300), Dr.GRPO (2503.20783), RLOO (2402.14740). Axes: R rewards, G groups.
 """
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -29,15 +30,15 @@ def grouped_advantage(
     mean of the others; batch: the group's mean, but the standard deviation of all valid rewards.
 
     A group is the members with one id (int64[R], any values), wherever they stand; answer-anchored groups (CoVerRL) are
-    a choice of ids. Members that are NaN or not ``valid`` (bool[R]) enter no statistic and get 0. Groups whose valid
-    rewards are all equal, and groups of one, get exactly 0. The arithmetic is float64, two-pass and relative to one of
-    the group's own rewards, whatever the dtype: in float32 seven equal rewards of 0.1 would earn -0.007 each from
-    rounding alone.
+    a choice of ids. Members that are NaN, infinite or not ``valid`` (bool[R]) enter no statistic and get 0. Groups
+    whose valid rewards are all equal, and groups of one, get exactly 0. The arithmetic is float64, two-pass and
+    relative to one of the group's own rewards, whatever the dtype: in float32 seven equal rewards of 0.1 would earn
+    -0.007 each from rounding alone.
 
     Where Triton serves the rewards' device, one sort of the ids and one launch for all groups, without waiting for the
     device; elsewhere the host computes. Ids in ascending runs are fastest on the host.
     """
-    _check(rewards, group_ids, mode, ddof, valid)
+    _check(rewards, group_ids, mode, ddof, eps, valid)
     rewards = rewards.detach()
     if rewards.numel() == 0:
         return torch.zeros_like(rewards)
@@ -56,13 +57,15 @@ def grouped_advantage(
     return torch.from_numpy(out).to(rewards.device, rewards.dtype)
 
 
-def _check(rewards: Tensor, group_ids: Tensor, mode: str, ddof: int, valid: Tensor | None) -> None:
+def _check(rewards: Tensor, group_ids: Tensor, mode: str, ddof: int, eps: float, valid: Tensor | None) -> None:
     if mode not in get_args(Mode):
         raise ValueError(f"mode={mode!r}: there are {', '.join(get_args(Mode))}")
     if ddof not in (0, 1):
         raise ValueError(f"ddof={ddof!r}: 0 (population) or 1 (sample)")
     if not rewards.is_floating_point():
         raise ValueError(f"rewards are {rewards.dtype}: a floating dtype is needed")
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps={eps!r} must be finite and not negative")
     if group_ids.is_floating_point() or group_ids.is_complex():
         raise ValueError(f"group_ids are {group_ids.dtype}: an integer dtype is needed")
     if rewards.dim() != 1 or rewards.shape != group_ids.shape:

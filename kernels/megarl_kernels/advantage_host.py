@@ -14,7 +14,7 @@ def advantages(
     rewards: np.ndarray, ids: np.ndarray, *, mode: str, ddof: int, eps: float, valid: np.ndarray | None
 ) -> np.ndarray:
     """float64[R]; see ``grouped_advantage``. The result does not depend on how the groups are interleaved."""
-    unusable = np.isnan(rewards) if valid is None else np.isnan(rewards) | ~valid
+    unusable = ~np.isfinite(rewards) if valid is None else ~np.isfinite(rewards) | ~valid
     if unusable.any():
         usable = np.flatnonzero(~unusable)
         out = np.zeros(len(rewards))

@@ -29,7 +29,7 @@ def _members(REWARDS, ORDER, VALID, first, length, j, MEMBERS: tl.constexpr):
     belongs = k < length[:, None]
     where = tl.load(ORDER + first[:, None] + k, mask=belongs, other=0)
     reward = tl.load(REWARDS + where, mask=belongs, other=0.0).to(tl.float64)
-    counts = belongs & (reward == reward)
+    counts = belongs & (reward - reward == 0)  # neither NaN nor infinite
     if VALID is not None:
         counts = counts & (tl.load(VALID + where, mask=belongs, other=0) != 0)
     return reward, where, belongs, counts
@@ -135,7 +135,7 @@ def advantages(rewards: Tensor, group_ids: Tensor, mode: str, ddof: int, eps: fl
 
 def _batch_scale(rewards: Tensor, ddof: int, eps: float, valid: Tensor | None) -> Tensor:
     """1 / (std + eps) of all usable rewards, float64[1] on their device."""
-    usable = ~torch.isnan(rewards) if valid is None else valid & ~torch.isnan(rewards)
+    usable = torch.isfinite(rewards) if valid is None else valid & torch.isfinite(rewards)
     kept = torch.where(usable, rewards.double(), 0.0)
     size = usable.sum()
     apart = torch.where(usable, kept - kept.sum() / size.clamp(min=1), 0.0)

@@ -78,6 +78,8 @@ class Options(NamedTuple):
         vocab_size = width * ranks if vocab_size is None else vocab_size
         if vocab_start is None:
             vocab_start = width * dist.get_rank(tp_group) if tp_group is not None else 0
+        if tp_group is None and vocab_start != 0:
+            raise ValueError(f"vocab_start={vocab_start} names a shard of many: that needs tp_group")
         if not 0 < vocab_size <= width * ranks:
             raise ValueError(
                 f"vocab_size={vocab_size} does not fit {ranks} shards of {width} columns: logits or weight are one "
@@ -134,6 +136,8 @@ def row_factor(temperature: float | Tensor, rows: int, options: Options, like: T
 
 def checked_target(target: Tensor, options: Options) -> Tensor:
     """Targets as contiguous int64[N]; on CPU, ValueError for one that is neither a token nor ``ignore_index``."""
+    if target.is_floating_point() or target.dtype == torch.bool:
+        raise ValueError(f"target is {target.dtype}: token ids of an integer dtype are needed")
     target = target.to(torch.int64).contiguous()
     if target.device.type == "cpu":
         wrong = ((target < 0) | (target >= options.vocab_size)) & (target != options.ignore_index)
@@ -186,7 +190,8 @@ class Finished(NamedTuple):
 
 
 def finish(moments: Tensor, target: Tensor, factor: Tensor, options: Options) -> Finished:
-    """Logprobs and statistics of merged moments. Ignored rows get 0, targets outside the vocabulary NaN."""
+    """Logprobs and statistics of merged moments. Ignored rows get 0, targets outside the vocabulary a logprob of NaN;
+    rows without a finite maximum (all -inf, a NaN, an inf) are no distribution and get NaN throughout."""
     peak, rest, u_target, s, below, _, squares = moments.unbind(1)
     log_d = torch.log1p(rest)
     kept = target != options.ignore_index
@@ -200,7 +205,11 @@ def finish(moments: Tensor, target: Tensor, factor: Tensor, options: Options) ->
         "top1_probability": torch.exp(-log_d),
         "sum_p2": squares / (1 + rest).square(),
     }
-    outputs = [torch.where(kept, x, torch.zeros_like(x)) for x in (logprob, *(values[s] for s in options.stats))]
+    nothing, zero = torch.full_like(peak, torch.nan), torch.zeros_like(peak)
+    outputs = [
+        torch.where(kept, torch.where(torch.isfinite(peak), x, nothing), zero)
+        for x in (logprob, *(values[s] for s in options.stats))
+    ]
     return Finished(tuple(outputs), (peak, log_d, entropy, -torch.expm1(outputs[0])))
 
 

@@ -93,6 +93,9 @@ def check_terms(terms: Terms, has_reference: bool, has_sequence_tokens: bool) ->
         raise ValueError("aggregation=seq-mean-token-sum-norm needs max_tokens, a constant of the run")
     if terms.kl_coef != 0 and not has_reference:
         raise ValueError(f"kl_coef={terms.kl_coef} needs reference_logprob")
+    for name, count in (("num_tokens", terms.num_tokens), ("num_sequences", terms.num_sequences)):
+        if not isinstance(count, Tensor) and not count >= 0:
+            raise ValueError(f"{name}={count!r} must be a count of the whole step, not negative")
     if terms.dual_clip is not None and terms.dual_clip <= 1:
         raise ValueError(f"dual_clip={terms.dual_clip}: more than 1, or None for none")
     if not (0 <= terms.clip_low <= 1 and terms.clip_high >= 0):

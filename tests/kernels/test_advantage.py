@@ -84,6 +84,13 @@ def test_case_b3_nan_members():
     assert advantages([]).shape == (0,)
 
 
+@pytest.mark.parametrize("mode", ["grpo", "dr_grpo", "rloo", "batch"])
+def test_an_infinite_reward_is_left_out_like_a_nan(mode):
+    without = advantages([1, 0, NAN, 1, 3], mode=mode)
+    for infinite in (math.inf, -math.inf):
+        assert torch.equal(advantages([1, 0, infinite, 1, 3], mode=mode), without)
+
+
 def test_case_b5_interleaved_groups():
     a, b, c = 0, 1, 2
     got = advantages([1, 0, 0, 1, 1, 1, 0, 0, 0], [a, b, a, c, b, a, c, b, a])
@@ -98,7 +105,15 @@ def test_modes():
     )
 
 
-@pytest.mark.parametrize(("options", "words"), [({"mode": "ppo"}, "grpo, dr_grpo"), ({"ddof": 2}, "ddof=2")])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "ppo"}, "grpo, dr_grpo"),
+        ({"ddof": 2}, "ddof=2"),
+        ({"eps": -1.0}, "eps=-1.0"),
+        ({"eps": NAN}, "eps=nan"),
+    ],
+)
 def test_errors(options, words):
     with pytest.raises(ValueError, match=words):
         advantages([1.0, 0.0], **options)

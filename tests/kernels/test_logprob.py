@@ -1,3 +1,4 @@
+import math
 import os
 
 import pytest
@@ -171,6 +172,21 @@ def test_case_h5_targets():
             vocab_parallel_logprob(logits, torch.tensor([1, -100, wrong]))
     with pytest.raises(ValueError, match="target 4"):
         vocab_parallel_logprob(logits, torch.tensor([1, -100, 4]), vocab_size=4)
+    with pytest.raises(ValueError, match=r"target is torch\.float32"):
+        vocab_parallel_logprob(logits, torch.tensor([1.0, 2.0, 4.0]))
+
+
+@pytest.mark.parametrize("broken", [-math.inf, math.inf, math.nan])
+def test_a_row_that_is_no_distribution_gives_no_plausible_number(broken):
+    logits = torch.randn(3, 5)
+    want = vocab_parallel_logprob(logits, torch.tensor([0, 1, 2]), stats=ALL)
+    logits[1] = broken
+    got = vocab_parallel_logprob(logits, torch.tensor([0, 1, 2]), stats=ALL)
+    for name, values in {"logprob": got.logprob, **got.stats}.items():
+        assert values[1].isnan(), name
+        assert torch.equal(values[::2], {"logprob": want.logprob, **want.stats}[name][::2])
+    ignored = vocab_parallel_logprob(logits, torch.tensor([0, -100, 2]), stats=ALL)
+    assert ignored.logprob[1] == 0 and all(v[1] == 0 for v in ignored.stats.values())
 
 
 def test_case_h9_empty():
@@ -190,6 +206,7 @@ def test_case_h9_empty():
         ({"temperature": torch.tensor([1.0, -2.0])}, "temperature=-2.0"),
         ({"stats": ("varentropy",)}, "varentropy.*entropy, self_certainty"),
         ({"vocab_size": 9}, "vocab_size=9"),
+        ({"vocab_start": 4}, "vocab_start=4.*tp_group"),
         ({"temperature": torch.ones(3)}, "temperature"),
     ],
 )

@@ -255,6 +255,7 @@ def test_empty_and_all_masked():
         ({"ratio_level": "word"}, "token, sequence"),
         ({"aggregation": "seq-mean-token-sum-norm"}, "max_tokens"),
         ({"kl_coef": 0.1}, "reference_logprob"),
+        ({"num_tokens": -3}, "num_tokens=-3"),
     ],
 )
 def test_errors(options, words):

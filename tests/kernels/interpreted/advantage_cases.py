@@ -26,6 +26,7 @@ def cohort(seed, sizes):
     rewards = torch.randint(0, 3, ids.shape, generator=g) * 0.35
     rewards[ids == names[1]] = 0.7
     rewards[torch.rand(ids.shape, generator=g) < 0.1] = float("nan")
+    rewards[torch.rand(ids.shape, generator=g) < 0.05] = float("inf")
     rewards[ids == names[2]] = float("nan")
     mixed = torch.randperm(len(ids), generator=g)
     return rewards[mixed], ids[mixed], torch.rand(ids.shape, generator=g) > 0.2
