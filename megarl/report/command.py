@@ -67,17 +67,13 @@ def described(run: Run, budget: int) -> tuple[dict[int, str], dict[str, Any]]:
         "name": run.name,
         "path": str(run.path),
         "method": run.cfg.algo.name,
-        "agents": {
-            name: {"model": agent.model, "layout": str(agent.layout), "slots": agent.slots}
-            for name, agent in run.cfg.agents.items()
-        },
+        "agents": {name: {"model": agent.model, "layout": str(agent.layout)} for name, agent in run.cfg.agents.items()},
         "seats": list(run.cfg.seats),
         "config": run.cfg.model_dump(mode="json"),
         "yaml": run.config,
         "environment": run.environment,
         "columns": columns(run.rows),
         "signs": collapses(run),
-        "watched": run.cfg.guard.on_collapse,
         "rollouts": {"steps": list(blocks), "of": len(steps), "unknown": unknown},
     }
 

@@ -23,18 +23,52 @@ function filled(element, attributes, children) {
   return element;
 }
 
-// A <select> of [value, text] pairs.
-function choice(label, pairs, onchange) {
-  const select = el("select", { "aria-label": label, onchange }, pairs.map(([value, text]) => el("option", { value }, text)));
-  return { select, field: el("label", { class: "field" }, `${label} `, select) };
+// A <select> under a label, of values, or of [value, text] pairs; "" is any.
+function choice(label, values, onchange) {
+  const select = el("select", { "aria-label": label, onchange });
+  const offer = (offered) =>
+    select.replaceChildren(
+      ...offered.map((one) => {
+        const [value, text] = Array.isArray(one) ? one : [one, one];
+        return el("option", { value }, value === "" ? "any" : String(text));
+      }),
+    );
+  offer(values);
+  return { select, offer, field: el("label", { class: "field" }, `${label} `, select) };
 }
 
 // A table of rows of cells (text or elements); the first column and the head are headings.
 function table(head, rows) {
-  return el("div", { class: "scroll" }, el("table", {},
-    el("thead", {}, el("tr", {}, head.map((text) => el("th", {}, text)))),
-    el("tbody", {}, rows.map((cells) =>
-      el("tr", {}, cells.map((cell, i) => (cell instanceof Node && cell.tagName === "TD" ? cell : el(i ? "td" : "th", {}, cell))))))));
+  return el(
+    "div",
+    { class: "scroll" },
+    el(
+      "table",
+      {},
+      el(
+        "thead",
+        {},
+        el(
+          "tr",
+          {},
+          head.map((text) => el("th", {}, text)),
+        ),
+      ),
+      el(
+        "tbody",
+        {},
+        rows.map((cells) =>
+          el(
+            "tr",
+            {},
+            cells.map((cell, i) =>
+              cell instanceof Node && cell.tagName === "TD" ? cell : el(i ? "td" : "th", {}, cell),
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 // A number for people: four digits, no trailing zeros.

@@ -14,7 +14,14 @@ from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import Any
 
-SCRIPTS = ("elements.js", "charts.js", "mathematics.js", "rollouts.js", "page.js")  # one reads those before it
+SCRIPTS = (
+    "elements.js",
+    "charts.js",
+    "mathematics.js",
+    "rollouts.js",
+    "time.js",
+    "page.js",
+)  # one reads those before it
 _KATEX = "KaTeX, MIT License, Copyright (c) 2013-2020 Khan Academy and other contributors"
 
 Blocks = Mapping[tuple[int, int], str]  # (number of the run, step) -> base64
