@@ -65,6 +65,7 @@ function lineChart(title, series, pick) {
     }
   }
   const figure = el("figure", {}, el("figcaption", {}, title), picture);
+  if (title.startsWith("cohort/") && series.length > 1) figure.append(legend(series.map((s) => [s.style, s.name])));
   hover(figure, picture, series, x, pick);
   return figure;
 }
@@ -114,6 +115,12 @@ function hover(figure, picture, series, x, pick) {
     note.hidden = true;
   });
   if (pick) picture.addEventListener("click", (event) => pick(nearest(event)));
+}
+
+// Lines and what they are: [[style, text], ...].
+function legend(entries) {
+  const texts = entries.map(([style, text]) => el("span", {}, swatch(style), ` ${text}`));
+  return el("p", { class: "legend" }, texts);
 }
 
 // Of several things the one whose place is nearest.

@@ -77,3 +77,8 @@ function short(value) {
   if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)) return value.toExponential(2);
   return Number(value.toPrecision(4)).toLocaleString("en-US", { maximumFractionDigits: 6 });
 }
+
+// A count with its thousands apart.
+function grouped(count) {
+  return count.toLocaleString("en-US");
+}

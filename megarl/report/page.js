@@ -124,17 +124,6 @@ function metricNames() {
   return [...found].sort();
 }
 
-function legend() {
-  const entries = runs.flatMap((run, r) =>
-    run.seats.map((name) => [styleOf(r, allNames.indexOf(name)), titled(r, name)]),
-  );
-  return el(
-    "p",
-    { class: "legend" },
-    entries.map(([style, text]) => el("span", {}, swatch(style), ` ${text}`)),
-  );
-}
-
 // Steps that have trained: an evaluation after the last one has a row of its own.
 function stepsDone(run) {
   return (run.columns["cohort/time/generate"] ?? run.columns.step).filter((value) => value !== null).length;
@@ -168,12 +157,15 @@ function overview() {
       ];
     }),
   );
+  const lines = runs.flatMap((run, r) =>
+    run.seats.map((name) => [styleOf(r, allNames.indexOf(name)), titled(r, name)]),
+  );
   return el(
     "section",
     { id: "overview" },
     el("h2", {}, "Overview"),
     table(["run", "method", "agent", "policy", "steps", ...shown.map(([title]) => title)], rows),
-    legend(),
+    legend(lines),
   );
 }
 

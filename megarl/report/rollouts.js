@@ -110,9 +110,7 @@ function rolloutsFilters(runs, changed) {
     return { run: valueOf("run"), steps, filter };
   }
 
-  function go(run, step) {
-    fields.run.select.value = run;
-    fill();
+  function go(step) {
     fields.step.select.value = step;
     changed();
   }
@@ -137,7 +135,7 @@ function kept({ steps, of, unknown }) {
   ].join(" ");
 }
 
-// The section of the page. `show(run, step)` opens, from elsewhere, the step next to that one.
+// The section of the page. `show(step)` goes, from elsewhere, to the step next to that one, of the run looked at.
 function rolloutsBrowser(runs) {
   const list = el("div", { class: "cards" });
   const status = el("p", { class: "status", role: "status" });
@@ -158,17 +156,14 @@ function rolloutsBrowser(runs) {
       found.push(...matching(data, filter).map((match) => ({ ...match, step })));
     }
     const rows = found.reduce((sum, match) => sum + match.rows.length, 0);
-    status.textContent = `${rows.toLocaleString("en-US")} rollouts of ${found.length.toLocaleString("en-US")} questions`;
+    status.textContent = `${grouped(rows)} rollouts of ${grouped(found.length)} questions`;
     list.replaceChildren(...paged(found, CARDS, card));
   }
 
-  function show(run, wanted) {
-    const { steps } = runs[run].rollouts;
+  function show(wanted) {
+    const { steps } = runs[filters.chosen().run].rollouts;
     if (!steps.length) return;
-    filters.go(
-      run,
-      nearestTo(wanted, steps, (step) => step),
-    );
+    filters.go(nearestTo(wanted, steps, (step) => step));
     section.scrollIntoView({ behavior: "smooth" });
   }
 
@@ -286,7 +281,7 @@ function turns(data, row, chosen) {
     const rest = el(
       "button",
       { onclick: () => rest.replaceWith(text.slice(LONG)) },
-      `show ${(text.length - LONG).toLocaleString("en-US")} more characters`,
+      `show ${grouped(text.length - LONG)} more characters`,
     );
     response.append(" ", rest);
   }

@@ -82,7 +82,7 @@ def plain(folder):
 def settled(page: Page) -> str:
     """What the browser of rollouts says once it has looked through all it was told to."""
     status = page.locator("#rollouts .status")
-    expect(status).to_have_text(re.compile("^[0-9,]+ rollouts"), timeout=60_000)
+    expect(status).to_have_text(re.compile("^[0-9,]+ rollouts"), timeout=30_000)
     return status.inner_text()
 
 
