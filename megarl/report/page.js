@@ -55,6 +55,7 @@ const CHARTS = [
       "verifier/well_formed_share",
       "verifier/wrong_to_right",
       "verifier/right_to_wrong",
+      "verifier/label_accuracy_kept",
     ],
   ],
   [

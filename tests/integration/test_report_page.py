@@ -204,7 +204,8 @@ def big(folder):
     raw["data"]["path"] = str(problems)
     (made / "config.yaml").write_text(yaml.safe_dump(raw))
     course = [min(step, 14 - step) if step < 14 else 0.5 for step in range(STEPS)]
-    rows = [{"step": s, "agent/ann/policy/entropy": e, "agent/bob/policy/entropy": 1.0} for s, e in enumerate(course)]
+    still = {"agent/bob/policy/entropy": 1.0, "agent/ann/memory/peak_gib": 3.5, "agent/bob/policy/kl": 0.0}
+    rows = [{"step": step, "agent/ann/policy/entropy": entropy, **still} for step, entropy in enumerate(course)]
     (made / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rng, total = np.random.default_rng(0), 0
     for step in range(STEPS):
@@ -238,7 +239,7 @@ def test_a_hundred_thousand_rollouts_paint_at_once(big, visit, capsys):
         )
     assert dict(paints)["first-contentful-paint"] < 5000  # some 0.3 s; the machine may be busy
     page.locator(".card summary").click()
-    assert page.locator(".card .turn").count() == 1
+    expect(page.locator(".card .turn")).to_have_count(1)
     assert "needle number 0017" in page.locator(".card .turn .text").inner_text()
 
 
@@ -249,6 +250,12 @@ def test_signs_of_collapse_are_circled(big, visit):
     title = figure.locator("circle.mark title").text_content()
     assert title.startswith("step 11, ann: rose from 0 to 7 and fell to 3"), title
     assert "rose from 0 to 7" in page.locator("#signs tbody").inner_text()
+    titles = page.locator("figcaption").all_inner_texts()
+    assert "memory/peak_gib" in titles and "policy/kl" not in titles
+    assert page.get_by_text("0 throughout: policy/kl").count() == 1
+    figure.locator("svg[role=img]").click(position={"x": 150, "y": 60})
+    settled(page)
+    assert page.locator('#rollouts select[aria-label="step"]').input_value() == "6"
 
 
 def test_verdicts_stand_under_the_answer_they_speak_of(big, visit):
@@ -256,7 +263,8 @@ def test_verdicts_stand_under_the_answer_they_speak_of(big, visit):
     assert counts(choose(page, "turn", "revise")) == (1, 1)
     page.locator(".card summary").click()
     answer = page.locator(".card .body > .turn")
-    assert answer.count() == 1 and "context" in answer.get_attribute("class")
+    expect(answer).to_have_count(1)
+    assert "context" in answer.get_attribute("class")
     assert "solve 3" in answer.locator("> .facts").inner_text()
     assert "The answer is wrong." in answer.locator("> .verify > .text").inner_text()
     assert answer.locator("> .verify > .revise").count() == 1
@@ -268,9 +276,10 @@ def test_what_a_hostile_model_writes_is_text(big, visit):
     assert counts(search(page, "window.pwned")) == (len(BOMBS), 1)
     began = time.perf_counter()
     page.locator(".card summary").click()
+    expect(page.locator(".card .turn .text")).to_have_count(len(BOMBS), timeout=30_000)
     texts = page.locator(".card .turn .text").all_inner_texts()
     assert time.perf_counter() - began < 30
-    assert len(texts) == len(BOMBS) and all(text.startswith(PWNED) for text in texts)
+    assert all(text.startswith(PWNED) for text in texts)
     assert page.locator("main script, main img, main a").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     assert page.locator(".card .turn math").count() > 100  # of the last, as many as the bounds allow
