@@ -3,7 +3,7 @@
 # Installs where it may (as root, or by sudo without a password); says so where it may not, and that test is skipped.
 set -u
 for name in chromium chromium-browser google-chrome; do
-  if command -v "$name" >/dev/null; then
+  if command -v "$name" >/dev/null && "$name" --version >/dev/null 2>&1; then
     exit 0
   fi
 done
