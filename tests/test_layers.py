@@ -32,6 +32,7 @@ PURE = tuple(
         *("schedule", "diagnostics", "verification", "rollouts", "planning", "views", "diversity"),
         *("collapse", "choices", "flow", "backends.shards", "launching.site", "launching.slurm"),
         *(f"evaluation.{part}" for part in ("estimate", "score", "sets", "pairs", "report")),
+        *("report.steps", "report.page"),
     )
 )
 ROOT_MODULES_OF_PURE = (*PURE, "megarl_kernels")
@@ -106,6 +107,17 @@ RULES = [
         ),
         ("megarl.backends.reference", "from megarl.config import RunConfig"),
         ("megarl.backends.megatron.worker", "from megarl.backends.protocols import Policy\nimport megarl_kernels"),
+    ),
+    Rule(
+        "the report reads what runs left behind, and knows nobody who makes it",
+        lambda m: inside(m, ("megarl.report",)),
+        lambda name: (
+            not is_ours(name)
+            or name in ("megarl", "megarl.__version__")
+            or inside(name, ("megarl.report", "megarl.log", *PURE))
+        ),
+        ("megarl.report.run", "from megarl.agents import open_agents"),
+        ("megarl.report.run", "from megarl.log import read_metrics\nfrom megarl.collapse import signs"),
     ),
     Rule(
         "nothing imports train but commands",

@@ -1,0 +1,1 @@
+"""`megarl report`: what a run did, as one HTML page that needs no network."""
