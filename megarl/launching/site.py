@@ -59,7 +59,7 @@ class Site(Section):
     partition: Word | None = None
     account: Word | None = None
     qos: Word | None = None
-    time: Annotated[str, Field(pattern=r"^(\d+-)?\d{1,3}(:\d\d){1,2}$|^\d+$")] = "24:00:00"
+    time: Annotated[str, Field(pattern=r"^\d+-\d{1,2}(:\d\d){0,2}$|^\d+(:\d\d){0,2}$")] = "24:00:00"
     gpu_request: Literal["gres", "gpus-per-node", "none"] = Field(
         default="gres", description="how GPUs are asked for; none: nodes are given whole, or have no GPU"
     )
@@ -99,7 +99,7 @@ def _seconds(time: str) -> int:
     """Of minutes, minutes:seconds, hours:minutes:seconds, days-hours:minutes and so on, as sbatch reads them."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    if not dash and len(parts) < 3:
+    if not dash and len(parts) < 3:  # without days the first of one or two is minutes
         parts = [0, *parts]
     hours, minutes, seconds = (*parts, 0, 0)[:3]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
