@@ -71,7 +71,7 @@ def test_a_node_that_dies_is_replaced(uninterrupted, slurm):
         assert job.end(300) == "COMPLETED", job.said
     finally:
         slurm.boot("n1")
-    assert "lost a node" in job.said and "n0, n2, n3 are fit" in job.said
+    assert "n0, n2, n3 are fit" in job.said
     assert same(job, uninterrupted)
 
 
@@ -82,5 +82,6 @@ def test_the_checkpoint_lands_before_the_time_limit(slurm):
     job = jobs.launch(slurm, "limit", *changes)
     job.until(lambda: (job.folder / f"job-{job.number}.1" / "go").exists(), "a second try")
     slurm.on(CONTROLLER, "scancel", job.number)
-    assert "the nodes are ours for another" in job.said and "TIME LIMIT" not in job.said
-    assert ("put back into the queue" in job.said and "resuming after step" in job.said) or job.end() == "CANCELLED"
+    # by Slurm's warning or by its own reckoning, whichever came first
+    assert "checkpointed after step" in job.said and "put back into the queue" in job.said, job.said
+    assert "DUE TO TIME LIMIT" not in job.said, job.said
