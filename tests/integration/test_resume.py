@@ -183,7 +183,8 @@ def test_one_process_at_a_time_and_a_signal_ends_it_cleanly(folder, finished):
     run = folder / "runs" / "test" / "living"
     code = (
         f"import yaml; from megarl import cli; raw = yaml.safe_load(open({str(file)!r}))\n"
-        "cli.compose = lambda *_: cli.validate(raw); cli.main(['train'])"
+        "from megarl.config import validate\n"
+        "cli.compose = lambda *_: validate(raw); cli.main(['train'])"
     )
     first = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     cohort.wait_for_rows(run / "metrics.jsonl", 2, first)
@@ -220,6 +221,6 @@ def test_a_folder_that_is_no_run_is_left_alone(folder):
 
 def test_spoilt_weights_stop_the_run(folder):
     """A gradient that is never finite again: three steps are skipped, then the run stops (exit 3)."""
-    raw = cohort.raw(folder, name="spoilt", steps=8, **{"agents.ann.optimizer": {"lr": 1e3}})
+    raw = cohort.raw(folder, name="spoilt", steps=8, **{"agents.ann.optimizer": {"lr": 1e12}})
     with pytest.raises((GuardStop, FloatingPointError), match=r"not finite, for the 3\. step in a row|no numbers"):
         train(validate(raw))
