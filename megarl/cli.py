@@ -164,6 +164,13 @@ def report(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def doctor(argv: Sequence[str]) -> int:
+    """Is this machine fit to train on, and what will be used on it: megarl doctor [--json]"""
+    from megarl.doctor import run
+
+    return run(argv)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
@@ -173,6 +180,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "diversity": diversity,
     "launch": launch,
     "rewrite": rewrite,
+    "doctor": doctor,
     "report": report,
     "demo": demo,
 }
