@@ -105,8 +105,9 @@ def serve(plan, folder, rank, address, deadline):
     for attempt in range(1, ATTEMPTS + 1):
         began = time.monotonic()
         if rank == 0:
-            port = free_port(address)
-            where = ["--head", f"--port={port}", "--include-dashboard=false"]
+            port, client = two_free_ports(address)
+            # its client server is not used, cannot be left out, and would take 10001 from a neighbour's
+            where = ["--head", f"--port={port}", f"--ray-client-server-port={client}", "--include-dashboard=false"]
             where += [f"--temp-dir={scratch_of(plan)}"]
             write(folder / "head", f"{address}:{port}\n")
         else:
@@ -153,6 +154,13 @@ def ray(plan, rank, address, where):
 def scratch_of(plan):
     """Ray's sockets and logs: short, because a socket's path may hold 107 bytes, and this try's own."""
     return f"{plan['scratch']}/r{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_RESTART_COUNT') or 0}"
+
+
+def two_free_ports(address):
+    first = second = free_port(address)
+    while second == first:
+        second = free_port(address)
+    return first, second
 
 
 def free_port(address):
