@@ -5,7 +5,7 @@ ENVIRONMENT := python3 launch/environment.py
 # not PYTHON: that is the user's, and names the Python 3.12 to build with
 VENV_PYTHON = $(shell $(ENVIRONMENT) python $(KIND))
 
-.PHONY: help setup setup-gpu python demo models test test-slurm lint lock
+.PHONY: help setup setup-gpu python demo models test test-slurm lint docs lock
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +38,9 @@ lint: setup
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
+
+docs: setup ## write docs/configuration.md from the models that check a run
+	$(VENV_PYTHON) docs/reference.py
 
 lock: ## rewrite launch/cpu.lock from the environment as it stands
 	@{ sed -n '/^#/p' launch/cpu.lock; $(VENV_PYTHON) -m uv pip freeze --python $(VENV_PYTHON) --exclude-editable; } > launch/cpu.lock.new

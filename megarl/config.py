@@ -50,12 +50,12 @@ OmegaConf.register_new_resolver("configs", lambda: str(CONFIG_DIR), replace=True
 class RunConfig(Section):
     """Everything a run is made of."""
 
-    experiment: Name = "default"
-    name: Name = "run"
+    experiment: Name = Field(default="default", description="what is tried; an experiment file sets it")
+    name: Name = Field(default="run", description="which run of it")
     output: str = Field(default="runs", description="run directories are OUTPUT/EXPERIMENT/NAME")
-    seed: int = 0
-    steps: int = Field(ge=1)
-    algo: AnyAlgorithm = Field(discriminator="name")
+    seed: int = Field(default=0, description="of the order of prompts and of all sampling")
+    steps: int = Field(ge=1, description="steps in all, those before a resume included")
+    algo: AnyAlgorithm = Field(discriminator="name", description="the method, by algo.name")
     data: DataConfig
     batch: BatchConfig = BatchConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -63,7 +63,7 @@ class RunConfig(Section):
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
-    agents: dict[Name, AgentConfig] = Field(min_length=1)
+    agents: dict[Name, AgentConfig] = Field(min_length=1, description="name -> agent")
     cluster: ClusterConfig = ClusterConfig()
     kernels: KernelsConfig = KernelsConfig()
     reshard: ReshardConfig = ReshardConfig()

@@ -33,6 +33,8 @@ class Section(BaseModel):
 
 
 class BatchConfig(Section):
+    """How much is sampled and trained in a step."""
+
     prompts_per_step: int = Field(default=64, ge=1, description="prompts that every agent answers in one step")
     samples_per_prompt: int = Field(default=16, ge=1, description="rollouts per prompt and agent: the voters")
     train_samples_per_prompt: int | None = Field(
@@ -48,7 +50,7 @@ class BatchConfig(Section):
     )
 
     samples_per_update: int | None = Field(
-        default=None, ge=1, description="instead of updates_per_step: as many equal parts as none is larger than this"
+        default=None, ge=1, description="instead of updates_per_step: so many equal parts that none is larger"
     )
 
     def updates(self, samples: int) -> int:
@@ -79,8 +81,8 @@ class BatchConfig(Section):
 class LossConfig(Section):
     """Clipped surrogate with optional KL term and truncated importance sampling (PPO, GRPO, DAPO, GSPO, TIS)."""
 
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    clip_high: float = Field(default=0.2, gt=0)
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description="the ratio counts from 1 - clip_low")
+    clip_high: float = Field(default=0.2, gt=0, description="to 1 + clip_high (clip-higher: 0.28)")
     ratio_level: Literal["token", "sequence"] = Field(
         default="token",
         description="sequence (GSPO): one ratio per response, the geometric mean of its tokens'; clip_low and "
@@ -88,9 +90,13 @@ class LossConfig(Section):
     )
     dual_clip: float | None = Field(default=None, gt=1, description="bound c of the loss at negative advantages")
     kl_coef: float = Field(default=0.0, ge=0, description="beta; above 0 the initial weights are kept as reference")
-    kl: Literal["k1", "k2", "k3"] = "k3"
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
-        "token-mean"
+    kl: Literal["k1", "k2", "k3"] = Field(
+        default="k3", description="estimate per token, d = reference - policy logprob: -d, d^2 / 2, e^d - d - 1"
+    )
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
+        default="token-mean",
+        description="of tokens' losses over a whole update: their mean; the mean over responses of each one's mean, or "
+        "sum; the sum over responses * loss.max_tokens",
     )
     max_tokens: int | None = Field(default=None, ge=1, description="L_max of seq-mean-token-sum-norm (Dr.GRPO)")
     tis_cap: float | None = Field(default=2.0, gt=0, description="cap of the policy/engine weight; null: off")
@@ -103,9 +109,15 @@ class LossConfig(Section):
 
 
 class AdvantageConfig(Section):
-    mode: Literal["grpo", "dr_grpo", "rloo", "batch"] = "grpo"
-    ddof: Literal[0, 1] = 1
-    eps: float = Field(default=1e-6, ge=0)
+    """Rewards -> advantages, within a group: what one agent said to one prompt in one role."""
+
+    mode: Literal["grpo", "dr_grpo", "rloo", "batch"] = Field(
+        default="grpo",
+        description="grpo: (r - mean) / (std + eps); dr_grpo: r - mean; rloo: r - mean of the others; batch: r - mean, "
+        "over the deviation of all the agent's rewards of the step",
+    )
+    ddof: Literal[0, 1] = Field(default=1, description="1: sample deviation, 0: population deviation")
+    eps: float = Field(default=1e-6, ge=0, description="added to the deviation")
 
 
 class KernelsConfig(Section):
@@ -130,7 +142,7 @@ class KernelsConfig(Section):
 
 
 class RewardConfig(Section):
-    """Shaping of a method's rewards. Soft overlong punishment (DAPO): see advantages.overlong."""
+    """Shaping of a method's rewards: DAPO's soft overlong punishment, see ``advantages.overlong``."""
 
     overlong_buffer: int | None = Field(
         default=None, ge=1, description="the last so many of max_tokens are punished, ever more; null: off"
@@ -141,8 +153,8 @@ class RewardConfig(Section):
 class SamplingConfig(Section):
     """How rollouts are drawn. Nothing is taken from a model's generation_config but its end-of-sequence ids."""
 
-    temperature: float = Field(default=1.0, gt=0)
-    max_tokens: int = Field(default=1024, ge=1)
+    temperature: float = Field(default=1.0, gt=0, description="divides logits, in the engine and in the policy")
+    max_tokens: int = Field(default=1024, ge=1, description="tokens of one response; more are cut off")
     top_p: float = Field(default=1.0, gt=0, le=1, description="evaluation only: training needs the whole vocabulary")
     top_k: int = Field(default=0, ge=0, description="evaluation only; 0: off")
 
@@ -153,7 +165,7 @@ AnswerStyle = Literal["boxed", "tag", "mark", "letter", "verdict_sentence", "ver
 class AnswersConfig(Section):
     """How a response is read for its answer; tag: <answer>...</answer>, mark: a line "#### 7", letter: an option."""
 
-    style: AnswerStyle = "boxed"
+    style: AnswerStyle = Field(default="boxed", description="where the answer stands; boxed: in the last \\boxed{}")
     fallback: tuple[Literal["boxed", "tag", "mark", "last-number"], ...] = Field(
         default=(), strict=False, description="styles to try in turn where the first finds nothing"
     )
@@ -168,10 +180,10 @@ class AnswersConfig(Section):
 class ScheduleConfig(Section):
     """Learning rate as a pure function of the step (or update) number."""
 
-    decay: Literal["constant", "linear", "cosine"] = "constant"
+    decay: Literal["constant", "linear", "cosine"] = Field(default="constant", description="course after the warmup")
     warmup: int | float = Field(default=0, ge=0, description="steps (integer), or a share of the run (0 < x < 1)")
     min_ratio: float = Field(default=0.0, ge=0, le=1, description="of the peak, at the end of the decay")
-    per: Literal["step", "update"] = "step"
+    per: Literal["step", "update"] = Field(default="step", description="what is counted: steps or optimizer steps")
 
     @model_validator(mode="after")
     def _warmup_says_what_it_counts(self) -> "ScheduleConfig":
@@ -184,22 +196,26 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    name: Literal["adam", "sgd"] = "adam"
-    lr: float = Field(default=1e-6, gt=0)
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), strict=False)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
+    """Of one agent's policy."""
+
+    name: Literal["adam", "sgd"] = Field(
+        default="adam", description="adam: AdamW; sgd: without momentum, in float32 alone"
+    )
+    lr: float = Field(default=1e-6, gt=0, description="peak learning rate")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), strict=False, description="of adam's two moments")
+    eps: float = Field(default=1e-8, gt=0, description="of adam's denominator")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled, times lr; spares norms and biases")
     clip_grad: float = Field(default=1.0, ge=0, description="global norm; 0: off")
-    schedule: ScheduleConfig = ScheduleConfig()
+    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="of the learning rate")
 
 
 class LayoutConfig(Section):
     """How one policy is spread over its ranks. World size = tp * pp * cp * dp."""
 
-    tp: int = Field(default=1, ge=1)
-    pp: int = Field(default=1, ge=1)
-    cp: int = Field(default=1, ge=1)
-    dp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1, description="tensor parallel ranks: a layer's matrices are cut; within a node")
+    pp: int = Field(default=1, ge=1, description="pipeline stages: the layers are cut")
+    cp: int = Field(default=1, ge=1, description="context parallel ranks: sequences are cut")
+    dp: int = Field(default=1, ge=1, description="data parallel ranks: samples are dealt, adam's state is cut")
     ep: int = Field(default=1, ge=1, description="expert parallel, over the cp * dp ranks; `reshard --explain` only")
     sp: bool = Field(default=False, description="sequence parallel, inside the tensor-parallel group")
 
@@ -224,8 +240,12 @@ class LayoutConfig(Section):
 
 
 class EngineConfig(Section):
-    backend: Literal["vllm", "reference", "replay"] = "vllm"
-    tp: int = Field(default=1, ge=1)
+    """Who generates an agent's rollouts, on the policy's own GPUs."""
+
+    backend: Literal["vllm", "reference", "replay"] = Field(
+        default="vllm", description="reference: transformers in this process; replay: the rollouts of an earlier run"
+    )
+    tp: int = Field(default=1, ge=1, description="tensor parallel ranks of one replica; within a node")
     replicas: int | None = Field(default=None, ge=1, description="null: as many as fit on the policy's GPUs")
     max_sequences: int = Field(default=256, ge=1, description="responses in flight per replica")
     memory_share: float = Field(default=0.6, gt=0, le=1, description="of GPU memory, while rolling out")
@@ -250,13 +270,15 @@ class AgentConfig(Section):
     template: dict[str, bool | int | str] = Field(
         default={}, description="arguments of the chat template, e.g. {enable_thinking: true}"
     )
-    backend: Literal["megatron", "reference"] = "megatron"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    backend: Literal["megatron", "reference"] = Field(
+        default="megatron", description="of the policy; reference: transformers in this process, one rank"
+    )
+    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of weights in policy and engine")
     seed: int | None = Field(default=None, description="generation stream; null: from the agent's name")
     chat_template: bool = Field(default=True, description="false: contents joined by newlines, for a base model")
-    optimizer: OptimizerConfig = OptimizerConfig()
-    layout: LayoutConfig = LayoutConfig()
-    engine: EngineConfig = EngineConfig()
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="of the policy")
+    layout: LayoutConfig = Field(default=LayoutConfig(), description="of the policy's ranks")
+    engine: EngineConfig = Field(default=EngineConfig(), description="of the rollouts")
     kl_coef: float | None = Field(default=None, ge=0, description="instead of loss.kl_coef")
     samples_per_prompt: int | None = Field(default=None, ge=1, description="instead of batch.samples_per_prompt")
     max_tokens: int | None = Field(default=None, ge=1, description="instead of sampling.max_tokens")
@@ -276,10 +298,12 @@ class AgentConfig(Section):
 
 
 class ClusterConfig(Section):
+    """Where a run's ranks are placed."""
+
     address: str | None = Field(default=None, description="Ray head to join (host:port); null: a cluster of one's own")
-    nodes: int = Field(default=1, ge=1)
+    nodes: int = Field(default=1, ge=1, description="nodes of the run")
     gpus_per_node: int = Field(default=8, ge=1, description="on CPU: process slots per node")
-    device: Literal["auto", "cuda", "cpu"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = Field(default="auto", description="auto: cuda where there is a GPU")
     start_timeout_s: float = Field(default=60.0, gt=0, description="for nodes to come up and slots to be granted")
     threads_per_rank: int = Field(default=1, ge=1, description="CPU threads of each rank")
 
@@ -289,14 +313,14 @@ class ViewConfig(Section):
 
     column: str | None = Field(default=None, description="null: data.prompt")
     path: str | None = Field(default=None, description="a second file, same ids in the same order; null: data.path")
-    before: str = ""
-    after: str = ""
+    before: str = Field(default="", description="text in front of the prompt")
+    after: str = Field(default="", description="text behind it, such as what form the answer shall have")
 
 
 class DataConfig(Section):
     """A prompt file: .parquet, .jsonl, .json (a list of rows), .csv. A prompt is a text or a list of chat messages."""
 
-    path: str
+    path: str = Field(description="the file")
     prompt: str = Field(default="prompt", description="column of the prompt")
     gold: str | None = Field(default=None, description="column of the true answer: RLVR and diagnostics only")
     gold_after: str | None = Field(default=None, description="the true answer is what follows this mark, e.g. '####'")
@@ -307,24 +331,30 @@ class DataConfig(Section):
         "from the row's id, and the true answer is a letter",
     )
     id: str | None = Field(default=None, description="column of a unique id; null: the row number")
-    views: dict[str, ViewConfig] = {"original": ViewConfig()}
+    views: dict[str, ViewConfig] = Field(
+        default={"original": ViewConfig()}, description="name -> a wording; agents.X.view picks one"
+    )
     max_prompt_tokens: int = Field(default=1024, ge=1, description="longer prompts are left out, and counted")
     limit: int | None = Field(default=None, ge=1, description="first rows only")
-    shuffle: bool = True
+    shuffle: bool = Field(default=True, description="another order every epoch; false: as in the file")
 
 
 class CheckpointConfig(Section):
-    every_steps: int | None = Field(default=None, ge=1, description="null: no checkpoints")
+    """What can be resumed: weights, optimizers, the place in the data."""
+
+    every_steps: int | None = Field(
+        default=None, ge=1, description="steps between checkpoints, and one after the last; null: none"
+    )
     keep: int = Field(default=2, ge=1, description="complete checkpoints that stay")
 
 
 class EvaluationConfig(Section):
     """Sampled accuracy on a file with true answers, before the first step, every so often, and at the end."""
 
-    every_steps: int | None = Field(default=None, ge=1)
-    data: DataConfig | None = None
-    samples_per_prompt: int = Field(default=4, ge=1)
-    sampling: SamplingConfig = SamplingConfig()
+    every_steps: int | None = Field(default=None, ge=1, description="steps between evaluations; null: none")
+    data: DataConfig | None = Field(default=None, description="the file, with data.gold")
+    samples_per_prompt: int = Field(default=4, ge=1, description="answers per problem and agent")
+    sampling: SamplingConfig = Field(default=SamplingConfig(), description="of these answers")
     revise: bool = Field(default=False, description="each answer is verified once, and revised once if called wrong")
     pass_at: tuple[int, ...] = Field(
         default=(), strict=False, description="k of pass@k and maj@k; empty: 1, 2, 4 ... and samples_per_prompt"
@@ -370,19 +400,29 @@ class GuardConfig(Section):
     Signs of collapse need no true answers and are no proof: a rewards' spread also falls where everybody is right.
     """
 
-    drift_float32: float = Field(default=1e-4, gt=0)
-    drift_bfloat16: float = Field(default=6e-2, gt=0)
-    on_drift: Literal["stop", "warn"] = "stop"
+    drift_float32: float = Field(default=1e-4, gt=0, description="most drift of an agent in float32, in nats")
+    drift_bfloat16: float = Field(default=6e-2, gt=0, description="most drift of an agent in bfloat16, in nats")
+    on_drift: Literal["stop", "warn"] = Field(default="stop", description="stop: exit code 3, before the update")
     skipped_in_a_row: int = Field(
         default=3, ge=1, description="steps with a gradient that is not finite, one after the other, before a stop"
     )
-    on_collapse: Literal["stop", "warn", "off"] = "warn"
+    on_collapse: Literal["stop", "warn", "off"] = Field(
+        default="warn", description="a sign of collapse; stop: exit code 3, before the update"
+    )
     window: int = Field(default=40, ge=3, description="steps that are looked back upon, the present one included")
     smooth: int = Field(default=5, ge=1, description="steps of the running mean that is judged instead of a metric")
-    vote_margin: TurnConfig | None = TurnConfig()
-    entropy: TurnConfig | None = TurnConfig()
-    response_tokens: TurnConfig | None = TurnConfig()
-    reward_spread: TurnConfig | None = TurnConfig()
+    vote_margin: TurnConfig | None = Field(
+        default=TurnConfig(), description="watches agent/X/label/vote_margin; null: not watched"
+    )
+    entropy: TurnConfig | None = Field(
+        default=TurnConfig(), description="watches agent/X/policy/entropy; null: not watched"
+    )
+    response_tokens: TurnConfig | None = Field(
+        default=TurnConfig(), description="watches agent/X/engine/response_tokens; null: not watched"
+    )
+    reward_spread: TurnConfig | None = Field(
+        default=TurnConfig(), description="watches agent/X/reward/reward_spread; null: not watched"
+    )
 
     @model_validator(mode="after")
     def _window_holds_a_turn(self) -> "GuardConfig":
@@ -395,12 +435,14 @@ class GuardConfig(Section):
 
 
 class ReshardConfig(Section):
+    """How new weights reach the engines."""
+
     method: Literal["gathered", "planned"] = Field(
         default="gathered",
         description="gathered: every rank builds every tensor; planned: each engine rank gets its own shards and no "
         "more (Megatron policies with vLLM engines)",
     )
-    bucket_bytes: int = Field(default=256 << 20, ge=1 << 16)
+    bucket_bytes: int = Field(default=256 << 20, ge=1 << 16, description="bytes of weights that travel at once")
     verify_every: int | None = Field(
         default=50,
         ge=1,

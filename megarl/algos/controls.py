@@ -24,8 +24,8 @@ class RandomReward(OneTurn):
     """
 
     name: Literal["random"] = "random"
-    probability: float = Field(default=0.5, gt=0, lt=1)
-    seed: int = 0
+    probability: float = Field(default=0.5, gt=0, lt=1, description="of a reward of 1")
+    seed: int = Field(default=0, description="of the coins, apart from the run's")
 
     def label(self, seen: Sequence[Rollout], gold: Gold | None) -> Labels:
         """None: nothing is taken for the truth."""

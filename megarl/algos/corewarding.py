@@ -20,7 +20,10 @@ from megarl.types import Gold, Group, Labels, Rollout, RolloutKey, TokenStats
 
 
 class CoRewarding(OneTurn):
-    """Example: ``CoRewarding(views=("plain", "reworded"))``, with ``agents.a.seats={plain: ..., reworded: ...}``."""
+    """label = majority of the other view's answers; r = 1[answer = label].
+
+    Example: ``CoRewarding(views=("plain", "reworded"))``, with ``agents.a.seats={plain: ..., reworded: ...}``.
+    """
 
     name: Literal["corewarding"] = "corewarding"
     views: Annotated[tuple[str, str], Field(strict=False)] = Field(description="the two seats of the one agent")

@@ -17,7 +17,10 @@ from megarl.types import Gold, Group, Labels, Rollout, RolloutKey, TokenStats
 
 
 class CoRL(OneTurn):
-    """Example: ``CoRL(ring=("qwen", "llama", "gemma")).teachers`` is {llama: qwen, gemma: llama, qwen: gemma}."""
+    """label = majority of the teacher's answers; r = 1[answer = label].
+
+    Example: ``CoRL(ring=("qwen", "llama", "gemma")).teachers`` is {llama: qwen, gemma: llama, qwen: gemma}.
+    """
 
     name: Literal["corl"] = "corl"
     ring: tuple[str, ...] = Field(default=(), strict=False, description="agents, each taught by the one before it")

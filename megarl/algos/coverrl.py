@@ -46,8 +46,8 @@ REVISE_CHOICE = (  # GPQA, evaluation only
 class Requests(Section):
     """What the user says in the later turns of the conversation."""
 
-    verify: str = VERIFY
-    revise: str = REVISE
+    verify: str = Field(default=VERIFY, description="asks for a verdict on the answer before it")
+    revise: str = Field(default=REVISE, description="asks for another answer, after a verdict of wrong")
 
 
 def verify_prompt(answer: Rollout, n: int, requests: Requests = Requests()) -> Prompt:  # noqa: B008 (frozen value)
@@ -67,7 +67,9 @@ def _next_turn(said: Rollout, role: Role, request: str, n: int) -> Prompt:
 
 
 class CoVerRL(Section):
-    """N is ``batch.samples_per_prompt``, of which ``batch.train_samples_per_prompt`` train. The paper's ablations:
+    """An agent answers, verifies its answers and revises; r = 1 for form + 1 for content, in every role.
+
+    N is ``batch.samples_per_prompt``, of which ``batch.train_samples_per_prompt`` train. The paper's ablations:
 
     ``filter=false``, ``train_verifier=false``, ``revisions=0`` (no self-correction), ``anchor=prefix`` (no AA-GRPO),
     ``negative=random`` (no least ratio), ``min_majority_share`` (+ tau), ``negative_samples`` (unbalanced);
@@ -81,7 +83,9 @@ class CoVerRL(Section):
     choose: Literal["random", "first"] = Field(default="random", description="which M of them")
     min_positives: int = Field(default=2, ge=1, description="a question with fewer that agree is not verified")
     even_pairs: bool = Field(default=False, description="fewer than M: verify the largest even number (release)")
-    negative: Literal["least-frequent", "random"] = "least-frequent"
+    negative: Literal["least-frequent", "random"] = Field(
+        default="least-frequent", description="which answer that disagrees is verified"
+    )
     negative_samples: int | None = Field(default=None, ge=1, description="verdicts on it; null: as many as in V+")
     anchor: Literal["answer", "prefix"] = Field(
         default="answer", description="answer: V+ spans many solutions; prefix: one solution, verified as many times"
@@ -94,13 +98,13 @@ class CoVerRL(Section):
         default="drop", description="questions without V+ and V-; keep: they train their answers (release)"
     )
     verify_unanimous: bool = Field(default=False, description="verify V+ of a question without Y-; does not train")
-    train_verifier: bool = True
+    train_verifier: bool = Field(default=True, description="verdicts train, too")
     revisions: int = Field(default=6, ge=0, description="K, per verdict of wrong")
     format_reward: bool = Field(default=True, description="1 for form beside the 1 for content")
     max_prompt_tokens: int = Field(
         default=8192, ge=1, description="longest prompt of a later turn; longer ones are not asked, and counted"
     )
-    requests: Requests = Requests()
+    requests: Requests = Field(default=Requests(), description="texts of the later turns")
 
     def check(self, agents: Sequence[str]) -> None:
         """Any agents; each is its own verifier."""
