@@ -32,7 +32,6 @@ SCHEDULERS_RANGE = 21_000  # the kernel's own ports begin behind it, so that the
 OPTIONAL = {
     "transformer-engine": "Megatron's fused layers and FP8; without it our own layer specification is used",
     "liger-kernel": "kernels.backend=liger",
-    "wandb": "extra wandb",
     "sphinxcontrib-katex": "mathematics in `megarl report`",
 }
 
