@@ -91,10 +91,17 @@ def rolling(agents: Agents) -> Iterator[None]:
     def begin(agent: Agent) -> None:
         agent.policy.offload()
         agent.engine.wake()
+        if agent.planned is not None:
+            agent.planned.awake()
+
+    def end(agent: Agent) -> None:
+        if agent.planned is not None:
+            agent.planned.before_sleep()
+        agent.engine.sleep()
 
     each(agents, begin)
     yield
-    each(agents, lambda agent: agent.engine.sleep())
+    each(agents, end)
 
 
 @contextmanager
@@ -274,7 +281,16 @@ def _plan_refits(
     assert isinstance(policy, MegatronPolicy) and isinstance(engine, VllmEngine) and placement is not None
     ids = [bundle.node.id for bundle in placement.bundles[: agent.layout.world]]
     nodes = [list(dict.fromkeys(ids)).index(node) for node in ids]
-    return PlannedReshard(agent, policy, engine, nodes, cfg.reshard)
+    limit = cfg.guard.drift_float32 if agent.dtype == "float32" else cfg.guard.drift_bfloat16
+    return PlannedReshard(
+        agent,
+        policy,
+        engine,
+        nodes,
+        cfg.reshard,
+        temperature=cfg.sampling.temperature,
+        drift_limit=limit if cfg.guard.on_drift == "stop" else math.inf,
+    )
 
 
 def _build_policy(name: str, cfg: RunConfig, placement: Placement | None) -> Policy:

@@ -446,6 +446,6 @@ class ReshardConfig(Section):
     verify_every: int | None = Field(
         default=50,
         ge=1,
-        description="planned: the first refit and every so many after it are verified by checksums of every tensor; "
-        "null: none",
+        description="planned: the first refit and every so many after it are verified, by checksums of every tensor "
+        "against a whole export of the policy and by the logprobs of a short text; null: none",
     )

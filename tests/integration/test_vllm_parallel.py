@@ -4,11 +4,14 @@ import os
 import re
 import signal
 import time
+from contextlib import contextmanager
 
 import psutil
 import pytest
+import ray
 from safetensors.torch import load_file, save_file
 
+import megarl.backends.shards.training
 from megarl.backends.cluster import WorkerLost, connect
 from megarl.backends.fingerprints import RefitMismatch
 from megarl.backends.megatron.policy import MegatronPolicy
@@ -105,11 +108,15 @@ def policy(tmp_path):
         one.close()
 
 
+def planned(agent, one, engine):
+    return PlannedReshard(agent, one, engine, (0, 0), VERIFIED, temperature=1.0, drift_limit=1e-5)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_planned_refit_serves_the_policys_weights(engines, policy, name):
     """PP2 to TP2, tied and untied, twice, with a gathered refit between them; nothing is left in shared memory."""
     agent, one = policy(FAMILIES[name])
-    refit = PlannedReshard(agent, one, engines[name], (0, 0), VERIFIED)
+    refit = planned(agent, one, engines[name])
     model, other = ve.random_model(FAMILIES[name], seed=9), ve.random_model(FAMILIES[name], seed=4)
     training = training_layout(read_shape(agent.model), memory.Layout(pp=2), 4)
     bound = sum(lower_bound(training, engines[name].layout(training.tensors), rank) for rank in range(2))
@@ -117,6 +124,7 @@ def test_a_planned_refit_serves_the_policys_weights(engines, policy, name):
     for version in (11, 13):
         one.version = version
         told = refit(version)
+        refit.awake()
         refit.verify()
         assert told["buckets"] > 3 and told["bytes"] == bound > 0
         rollouts = engines[name].generate(ve.prompts(agent=name), SEED, GREEDY)
@@ -132,15 +140,15 @@ def test_a_planned_refit_serves_the_policys_weights(engines, policy, name):
 def test_a_planned_refit_that_breaks_off_is_begun_anew(engines, policy):
     """An engine with half of its weights says what is missing, refuses to generate, and is mended by the next refit."""
     agent, one = policy("qwen3")
-    refit = PlannedReshard(agent, one, engines["bob"], (0, 0), VERIFIED)
+    refit = planned(agent, one, engines["bob"])
     rounds = one.planned_rounds
     one.planned_rounds = lambda: (parcels for number, parcels in enumerate(rounds()) if number != 1)
     with pytest.raises(ValueError, match=r"parameters of engine rank \d were not written whole in the refit: model\."):
-        refit(5)
+        refit(0)
     with pytest.raises(RuntimeError, match="generate in the middle of a refit"):
         engines["bob"].generate(ve.prompts(), SEED, GREEDY)
     one.planned_rounds = rounds
-    refit(6)
+    refit(0)
     model = ve.random_model("qwen3", seed=9)
     assert ve.drift(model, engines["bob"].generate(ve.prompts(), SEED, SAMPLE), 0.5).mean() < 1e-5
 
@@ -172,29 +180,15 @@ def swap_query_and_key_rows(values, pieces):
         b.copy_(kept)
 
 
-def forget_a_norm(values, pieces):
-    for piece in pieces:
-        if piece.into.param == f"{LAYER}post_attention_layernorm.weight":
-            values[piece.start : piece.start + 128] = 1.0
-
-
-@pytest.mark.parametrize(
-    ("fault", "named"),
-    (
-        (swap_query_and_key_rows, (f"{LAYER}self_attn.q_proj.weight", f"{LAYER}self_attn.k_proj.weight")),
-        (forget_a_norm, (f"{LAYER}post_attention_layernorm.weight",)),
-    ),
-    ids=lambda p: getattr(p, "__name__", ""),
-)
-def test_planted_faults_are_caught_and_named(engines, policy, fault, named):
+def test_swapped_rows_are_caught_and_named(engines, policy):
     agent, one = policy("qwen3")
-    refit = PlannedReshard(agent, one, engines["bob"], (0, 0), VERIFIED)
+    refit = planned(agent, one, engines["bob"])
     rounds = one.planned_rounds
-    one.planned_rounds = spoiled(rounds, fault)
+    one.planned_rounds = spoiled(rounds, swap_query_and_key_rows)
     with pytest.raises(RefitMismatch) as caught:
         refit(0)
     said = set(re.findall(r"(model\.\S+) at rank", str(caught.value)))
-    assert said == set(named)
+    assert said == {f"{LAYER}self_attn.{x}_proj.weight" for x in "qk"}
     with pytest.raises(RuntimeError, match="generate in the middle of a refit"):
         engines["bob"].generate(ve.prompts(), SEED, GREEDY)
     one.planned_rounds = rounds
@@ -203,10 +197,137 @@ def test_planted_faults_are_caught_and_named(engines, policy, fault, named):
     assert ve.drift(model, engines["bob"].generate(ve.prompts(), SEED, SAMPLE), 0.5).mean() < 1e-5
 
 
+def test_faults_of_the_plan_itself_are_caught_and_named(engines, policy, monkeypatch):
+    """A plan that takes a head's key for its value, as it would with Megatron's rows described wrongly.
+
+    Its checks, its byte counts and any checksum of its own boxes agree with it; Bridge's export does not.
+    """
+    described = megarl.backends.shards.training._query_groups
+    wrong = {"q": "q", "k": "v", "v": "k"}
+    monkeypatch.setattr(
+        megarl.backends.shards.training,
+        "_query_groups",
+        lambda shape, kind, tp, rank: described(shape, wrong[kind], tp, rank),
+    )
+    agent, one = policy("qwen2")
+    refit = planned(agent, one, engines["ann"])
+    with pytest.raises(RefitMismatch) as caught:
+        refit(0)
+    said = set(re.findall(r"layers\.0\.self_attn\.(\S+) at rank", str(caught.value)))
+    assert said == {"k_proj.bias", "k_proj.weight", "v_proj.bias", "v_proj.weight"}
+    monkeypatch.undo()
+    planned(agent, one, engines["ann"])(0)
+
+
+def in_engine(engine, fn, *args):
+    """``fn(actor's VllmWorker, *args)`` in the engine's actor."""
+    (actor,) = engine._workers._actors
+    return ray.get(actor.__ray_call__.remote(lambda host: fn(host._worker, *args)))
+
+
+def in_every_rank(engine, fn):
+    """``fn(vLLM's worker)`` in the process of each of its ranks."""
+    return in_engine(engine, lambda worker: worker._llm.collective_rpc(fn))
+
+
+@contextmanager
+def patched(engine, name, make):
+    """A name of the loading module is ``make(what it was)`` in every rank."""
+
+    def patch(_):
+        import megarl.backends.vllm.loading as loading
+
+        loading.kept = getattr(loading, name)
+        setattr(loading, name, make(loading.kept))
+
+    def mend(_):
+        import megarl.backends.vllm.loading as loading
+
+        setattr(loading, name, loading.kept)
+
+    in_every_rank(engine, patch)
+    yield
+    in_every_rank(engine, mend)
+
+
+def forgets_a_norm(place):
+    return lambda params, bucket, pieces: (
+        None if pieces[0].into.param.endswith("1.post_attention_layernorm.weight") else place(params, bucket, pieces)
+    )
+
+
+def fills_a_padded_row(boxes):
+    """130 rows of vocabulary, which vLLM pads to 192: those from 34 on of rank 1 belong to no tensor."""
+
+    class Filling(boxes):
+        def finish(self):
+            table = self._model.get_parameter("model.embed_tokens.weight").data
+            if not table[-1].any():
+                table[-1, 3:5] = 1.0
+            return super().finish()
+
+    return Filling
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "named"),
+    (
+        ("place", forgets_a_norm, {f"{LAYER}post_attention_layernorm.weight"}),
+        ("Boxes", fills_a_padded_row, {"padding of model.embed_tokens.weight"}),
+    ),
+    ids=("a norm is never written", "a padded row holds something"),
+)
+def test_what_goes_wrong_inside_the_engine_is_named(engines, policy, name, make, named):
+    agent, one = policy("qwen3")
+    refit = planned(agent, one, engines["bob"])
+    reshard(ve.Weights(ve.random_model("qwen3", seed=2)), engines["bob"], 0, ve.BUCKET)
+    with patched(engines["bob"], name, make), pytest.raises(RefitMismatch) as caught:
+        refit(0)
+    assert set(re.findall(r"(?:policy's|,) (.+?) at rank", str(caught.value))) == named
+    refit(0)
+    refit.awake()
+
+
+def test_a_stale_prefix_cache_is_caught(engines, policy):
+    """Equal weights by every checksum, and yet other logprobs."""
+    agent, one = policy("qwen3")
+    engine = engines["bob"]
+    refit = planned(agent, one, engine)
+    refit(0)
+    refit.awake()
+    refit.before_sleep()
+    in_engine(engine, lambda worker: setattr(worker._llm, "reset_prefix_cache", lambda: True))
+    one._ranks.run(move_every_weight)
+    refit(0)
+    with pytest.raises(RefitMismatch, match=r"differ by .* in the logprobs of .* given tokens at replica 0"):
+        refit.awake()
+    in_engine(engine, lambda worker: delattr(worker._llm, "reset_prefix_cache"))
+    refit(0)
+    refit.awake()
+
+
+def test_a_tied_head_of_old_weights_is_caught(engines, policy):
+    """vLLM keeps a packed copy of it on CPU; the parameters themselves are right."""
+    agent, one = policy("qwen3")
+    refit = planned(agent, one, engines["bob"])
+    reshard(ve.Weights(ve.random_model("qwen3", seed=2)), engines["bob"], 0, ve.BUCKET)
+    with patched(engines["bob"], "_repack_heads", lambda repack: lambda model: None):
+        refit(0)
+    with pytest.raises(RefitMismatch, match="in the logprobs of"):
+        refit.awake()
+
+
+def move_every_weight(worker):
+    for param in worker.model.named_parameters().values():
+        param.data.mul_(1.05)
+
+
 def test_weights_of_another_version_are_caught(engines, policy):
     """The policy has moved on: that shows by its version and, where this is put right by hand, by what has moved."""
     agent, one = policy("qwen3")
-    refit = PlannedReshard(agent, one, engines["bob"], (0, 0), VERIFIED)
+    refit = planned(agent, one, engines["bob"])
+    with pytest.raises(RefitMismatch, match="engine has the weights of version 3, the policy those of 0"):
+        refit(3)
     refit(0)
     one.version = 1
     with pytest.raises(RefitMismatch, match="engine has the weights of version 0, the policy those of 1"):

@@ -2,7 +2,9 @@
 
 import pytest
 
+import megarl.train
 from megarl import cli
+from megarl.backends.fingerprints import RefitMismatch
 
 
 def test_an_error_says_in_which_worker_it_was_raised(monkeypatch, capsys):
@@ -23,3 +25,14 @@ def test_an_error_says_in_which_worker_it_was_raised(monkeypatch, capsys):
         "  a second note",
     ]
     assert cli.told(ValueError("alone")) == "alone"
+
+
+def test_a_refit_that_is_wrong_stops_a_run_as_guards_do(monkeypatch, capsys):
+    def train(cfg, *, resume):
+        raise RefitMismatch("after the refit the engine does not hold the policy's model.norm.weight at rank 0")
+
+    monkeypatch.setattr(megarl.train, "train", train)
+    with pytest.raises(SystemExit) as left:
+        cli.main(["train", "+experiment=debug_cpu"])
+    assert left.value.code == cli.GUARD == 3
+    assert "stopped: after the refit the engine does not hold the policy's model.norm.weight" in capsys.readouterr().err

@@ -1,19 +1,24 @@
-"""Fingerprints of tensors, whichever way they are cut, and what a verifier says of planted faults."""
+"""Fingerprints of parameters, whichever way they are cut, and the verdict over planted faults."""
 
 import numpy as np
 import pytest
 import torch
 
-from megarl.backends.fingerprints import MODULUS, RefitMismatch, compare, fingerprint, stray
+from megarl.backends.fingerprints import MODULUS, RefitMismatch, complain, faults, fingerprint
 from megarl.backends.shards.boxes import whole, without
-from megarl.backends.shards.layout import Shard
 
 SHAPE = (6, 10)
-NAME = "model.layers.0.self_attn.q_proj.weight"
+STRIDES = (10, 1)
 
 
 def values(dtype=torch.float32) -> torch.Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def of_box(tensor: torch.Tensor, box) -> int:
+    """Of a box of the tensor at its place in it."""
+    offset = sum(start * stride for (start, _), stride in zip(box, STRIDES, strict=True))
+    return fingerprint(tensor[tuple(slice(*edge) for edge in box)], offset, STRIDES)
 
 
 def mix(place: int) -> int:
@@ -30,30 +35,33 @@ def mix(place: int) -> int:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_by_hand(dtype):
+    """In place and in the flat, with strides of another order, and of no axis at all."""
     tensor = values(dtype)
     bits = tensor.view(torch.int32 if dtype == torch.float32 else torch.int16).flatten().tolist()
-    assert fingerprint(tensor, whole(SHAPE), SHAPE) == sum(b * mix(i) for i, b in enumerate(bits)) % MODULUS
+    by_hand = sum(b * mix(i) for i, b in enumerate(bits)) % MODULUS
+    assert fingerprint(tensor, 0, STRIDES) == fingerprint(tensor.flatten(), 0, (1,)) == by_hand
+    assert fingerprint(tensor.T, 0, (1, 10)) == by_hand
+    assert fingerprint(tensor[2, 3], 23, ()) == bits[23] * mix(23) % MODULUS
 
 
 def test_parts_add_up_to_the_whole(monkeypatch):
     """Every way of cutting off a box; the second time in chunks of one row."""
     tensor = values()
-    total = fingerprint(tensor, whole(SHAPE), SHAPE)
+    total = fingerprint(tensor, 0, STRIDES)
     random = np.random.default_rng(1)
     for chunk in (1 << 22, 4):
         monkeypatch.setattr("megarl.backends.fingerprints.CHUNK", chunk)
         for _ in range(40):
             box = tuple(tuple(sorted(random.choice(n + 1, 2, replace=False).tolist())) for n in SHAPE)
             boxes = [box, *without(whole(SHAPE), [box])]
-            cut = [fingerprint(tensor[tuple(slice(*e) for e in b)], b, SHAPE) for b in boxes]
-            assert sum(cut) % MODULUS == total
+            assert sum(of_box(tensor, b) for b in boxes) % MODULUS == total
 
 
 @pytest.mark.parametrize("change", ("swapped rows", "transposed", "one bit", "zeroed", "negative zero"))
 def test_any_change_shows(change):
     tensor = values()
     tensor[3, 3] = 0.0
-    before = fingerprint(tensor, whole(SHAPE), SHAPE)
+    before = fingerprint(tensor, 0, STRIDES)
     other = tensor.clone()
     if change == "swapped rows":
         other[[1, 2]] = tensor[[2, 1]]
@@ -65,58 +73,62 @@ def test_any_change_shows(change):
         other[0] = 0.0
     else:
         other[3, 3] = -0.0
-    assert fingerprint(other, whole(SHAPE), SHAPE) != before
-    assert fingerprint(tensor.clone(), whole(SHAPE), SHAPE) == before
+    assert fingerprint(other, 0, STRIDES) != before
+    assert fingerprint(tensor.clone(), 0, STRIDES) == before
 
 
-def told() -> tuple[list[dict], list[dict], list[dict]]:
-    """Two training ranks with the halves of a matrix and a norm each, two engine ranks with other halves of it."""
-    tensor, norm = values(), torch.arange(10.0)
-    box = lambda a, b, c, d: ((a, b), (c, d))  # noqa: E731
-    part = lambda b: fingerprint(tensor[tuple(slice(*e) for e in b)], b, SHAPE)  # noqa: E731
-    whole_norm = fingerprint(norm, ((0, 10),), (10,))
-    expected = [
-        {(0, NAME): part(box(0, 3, 0, 5)), (1, NAME): part(box(0, 3, 5, 10)), (0, "norm"): whole_norm},
-        {(0, NAME): part(box(3, 6, 0, 5)), (1, NAME): part(box(3, 6, 5, 10)), (1, "norm"): whole_norm},
-    ]
-    found = [
-        {NAME: part(box(0, 6, 0, 5)), "norm": whole_norm},
-        {NAME: part(box(0, 6, 5, 10)), "norm": whole_norm},
-    ]
-    return expected, found, [{"embed": 0}, {"embed": 0}]
+def told() -> tuple[dict, dict, dict]:
+    """A fused parameter of two tensors with a row of padding, and a norm: as sealed, and as loaded."""
+    fused = values()
+    fused[5] = 0.0
+    parts = {"q": of_box(fused, ((0, 3), (0, 10))), "k": of_box(fused, ((3, 5), (0, 10)))}
+    norm = fingerprint(torch.arange(10.0), 0, (1,))
+    wholes = {"qk": fingerprint(fused, 0, STRIDES), "norm": norm}
+    return wholes, {"qk": dict(parts), "norm": {"n": norm}}, {"qk": dict(parts), "norm": {"n": norm}}
 
 
-def test_layouts_that_cut_otherwise_agree():
-    compare(*told())
+def test_equal_is_without_fault():
+    assert faults(*told()) == []
+    complain([[], []])
+
+
+def test_the_plans_own_parts_have_no_say():
+    """Whatever a plan believes of where tensors are: what counts is what stands in the parameter."""
+    wholes, held, loaded = told()
+    held["qk"] = {"q": 1, "k": 2}
+    assert faults(wholes, held, loaded) == []
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "named"),
     (
-        ("missing norm", r"policy's norm at rank 1$"),
-        ("other values", rf"policy's {NAME} at rank 0$"),
-        ("padded row", r"policy's 3 elements of padding in embed at rank 1$"),
-        ("never sent", rf"policy's {NAME} at rank 0, {NAME} at rank 1$"),
+        ("never loaded", ["n"]),
+        ("other values", ["q"]),
+        ("padded row", ["padding of qk"]),
+        ("swapped by the plan", ["k", "q"]),
+        ("no such parameter", ["m"]),
     ),
 )
-def test_a_fault_is_named(fault, message):
-    expected, found, strays = told()
-    if fault == "missing norm":
-        del found[1]["norm"]
+def test_a_fault_is_named(fault, named):
+    wholes, held, loaded = told()
+    if fault == "never loaded":
+        loaded["norm"] = {}
     elif fault == "other values":
-        found[0][NAME] += 1
+        wholes["qk"] += 1
+        held["qk"]["q"] += 1
     elif fault == "padded row":
-        strays[1]["embed"] = 3
+        wholes["qk"] += fingerprint(torch.ones(1), 55, (1,))
+    elif fault == "swapped by the plan":
+        swapped = values()[[3, 4, 0, 1, 2, 5]]
+        wholes["qk"] = fingerprint(swapped[:5], 0, STRIDES)
+        held["qk"] = {"q": of_box(swapped, ((0, 3), (0, 10))), "k": of_box(swapped, ((3, 5), (0, 10)))}
     else:
-        del expected[1][0, NAME], expected[1][1, NAME]
-    with pytest.raises(RefitMismatch, match=message):
-        compare(expected, found, strays)
+        loaded["other"] = {"m": 5}
+    assert faults(wholes, held, loaded) == named
 
 
-def test_padding_that_is_not_zero_is_counted():
-    param = torch.zeros(8, 10)
-    param[:6] = values()
-    shard = Shard(NAME, whole(SHAPE), "p", 0, (10, 1))
-    assert stray(param, [shard]) == 0
-    param[6, 2:5] = 1.0
-    assert stray(param, [shard]) == 3
+def test_the_message_names_ranks_and_is_bounded():
+    with pytest.raises(RefitMismatch, match=r"hold the policy's a at rank 1, b at rank 1$"):
+        complain([[], ["a", "b"]])
+    with pytest.raises(RefitMismatch, match=r"g at rank 0 and 2 more$"):
+        complain([["c", "d", "e", "f", "g", "h", "i"]])

@@ -1,8 +1,6 @@
 """A rank's half of a planned refit: its parameters as the plan knows them, and buckets for the engine on its GPU."""
 
-from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,7 +8,6 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megarl.backends.exchange import Exchange, Moved, Piece
-from megarl.backends.fingerprints import MODULUS, of_view
 from megarl.backends.megatron.model import Model
 from megarl.backends.scratch import Scratch, hold
 from megarl.backends.shards.layout import Layout
@@ -38,10 +35,6 @@ class PlannedExport:
         plan = make_plan(training, engine, topology)
         plan.check()
         self.key = plan.key()
-        # without forwarding, so that every byte that an engine rank holds has a training rank to answer for it
-        plain = make_plan(training, engine, replace(topology, network_bytes_per_s=topology.nvlink_bytes_per_s))
-        self._answers_for = [copy for copy in plain.copies if copy.source == dist.get_rank()]
-        self._shapes = {name: tensor.shape for name, tensor in engine.tensors.items()}
         self._exchange = Exchange(plan, dist.group.WORLD, bucket_bytes=bucket_bytes, dtype=model.dtype, device=device)
         self._rounds: Iterator[list[tuple[torch.Tensor, list[Piece]]]] | None = None
         self._folder: Scratch | None = None
@@ -67,15 +60,6 @@ class PlannedExport:
             save_file({BUCKET_NAME: values.cpu()}, path)
             written.append((str(path), pieces))
         return written
-
-    def fingerprints(self) -> dict[tuple[int, str], int]:
-        """(engine rank, tensor) -> fingerprint of the part of it that this rank answers for, of the present weights."""
-        params = self._model.named_parameters()
-        found: dict[tuple[int, str], int] = defaultdict(int)
-        for copy in self._answers_for:
-            value = of_view(params[copy.read.param], copy.read, copy.box, self._shapes[copy.tensor])
-            found[copy.destination, copy.tensor] += value
-        return {place: value % MODULUS for place, value in found.items()}
 
     def remove(self) -> None:
         """Delete the files of the last round."""

@@ -157,10 +157,6 @@ class MegatronPolicy:
         finally:
             self._ranks.call_all("remove_round")
 
-    def fingerprints(self) -> list[dict[tuple[int, str], int]]:
-        """Per rank (engine rank, tensor) -> fingerprint of what the rank holds of that."""
-        return self._ranks.call_all("fingerprints")
-
     def save(self, path: Path) -> None:
         """Weights, optimizer and version into ``path``, a directory (made if missing) that all ranks can write to."""
         path.mkdir(parents=True, exist_ok=True)

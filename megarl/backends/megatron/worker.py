@@ -225,12 +225,6 @@ class MegatronWorker:
         assert self._planned is not None, "next_round before open_plan"
         return self._planned.next_round(folder), self._planned.moved
 
-    def fingerprints(self) -> dict[tuple[int, str], int]:
-        """See PlannedExport."""
-        self._check_resident("export")
-        assert self._planned is not None, "fingerprints before open_plan"
-        return self._planned.fingerprints()
-
     def remove_round(self) -> None:
         if self._planned is not None:
             self._planned.remove()

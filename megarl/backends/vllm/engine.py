@@ -15,7 +15,7 @@ from megarl.backends.vocabulary import check_prompt
 from megarl.backends.workers import WorkerGroup
 from megarl.chat import Chat
 from megarl.settings import AgentConfig, SamplingConfig
-from megarl.types import Prompt, Rollout, Seed
+from megarl.types import Message, Prompt, Rollout, Seed
 
 CLOSE_TIMEOUT_S = 30.0  # vLLM itself gives its processes 5 s to end, and as much after a signal
 
@@ -80,6 +80,11 @@ class VllmEngine:
             for (prompt, index), request, response in zip(wanted, requests, responses, strict=True)
         ]
 
+    def score(self, prompt_ids: np.ndarray, token_ids: np.ndarray, temperature: float) -> list[np.ndarray]:
+        """Per replica float32[Lc], logprobs of given tokens after a prompt, through the caches that sampling uses."""
+        self._phase.check_can_generate()
+        return self._workers.call_all("score", prompt_ids, token_ids, temperature)
+
     def begin_refit(self) -> None:
         """Start anew, also after a refit that failed; an engine asleep takes back the memory of its weights only."""
         self._phase.begin_refit()
@@ -112,7 +117,7 @@ class VllmEngine:
         return Layout(dict(tensors), tuple(tuple(s) for s, _, _ in recorded), tuple(p for _, p, _ in recorded))
 
     def begin_boxes(self, layout: Layout, *, verify: bool) -> None:
-        """As begin_refit, for a planned refit of that layout; ``verify``: take fingerprints at its end."""
+        """As begin_refit, for a planned refit of that layout; ``verify``: a verdict follows."""
         self._phase.begin_refit()
         wanted = [layout.elements(rank) for rank in range(layout.world)]
         pairs = zip(self._per_replica(layout.params), self._per_replica(wanted), strict=True)
@@ -134,10 +139,16 @@ class VllmEngine:
         self._phase.finish_refit()
         self.version = version
 
-    def fingerprints(self) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
-        """Per slot tensor -> fingerprint, and parameter -> elements of padding that are not zero, of the last refit."""
-        ranks = [rank for replica in self._workers.call_all("fingerprints") for rank in replica]
-        return [tensors for tensors, _ in ranks], [strays for _, strays in ranks]
+    def begin_judging(self) -> None:
+        self._workers.call_all("begin_judging")
+
+    def judge(self, bucket: WeightBucket) -> None:
+        """Take one bucket of the policy's own export, for ``verdict``."""
+        self._workers.call_all("judge", bucket.path, bucket.names)
+
+    def verdict(self) -> list[list[str]]:
+        """Per slot what it does not hold of the export as vLLM would have loaded it, since the last verified refit."""
+        return [rank for replica in self._workers.call_all("verdict") for rank in replica]
 
     def _per_replica(self, per_slot: Sequence[Any]) -> list[list[Any]]:
         size = len(per_slot) // self._workers.world
@@ -155,6 +166,11 @@ class VllmEngine:
     def close(self) -> None:
         """End the replicas and vLLM's processes below them."""
         self._workers.close(farewell="close", timeout_s=CLOSE_TIMEOUT_S)
+
+    def familiar_ids(self, count: int) -> np.ndarray:
+        """int32[count], or as many as this engine takes with one more: a conversation about sums in its own tokens."""
+        sums = "\n".join(f"{a} + {b} = {a + b}" for a in range(10) for b in range(10))
+        return np.resize(self._chat.render((Message("user", sums),)), min(count, self._max_model_len - 1))
 
     def _render(self, prompt: Prompt, max_tokens: int) -> np.ndarray:
         ids = self._chat.render(prompt.messages)

@@ -17,8 +17,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from megarl.backends.exchange import Piece, place
-from megarl.backends.fingerprints import MODULUS, of_view, stray
 from megarl.backends.shards.layout import Shard, Tensor
+from megarl.backends.vllm.judge import Judge, Seal
 from megarl.backends.vllm.record import record
 
 Files = Sequence[tuple[str, Sequence[Piece]]]  # buckets and what they hold, of one rank
@@ -37,9 +37,9 @@ class WeightLoading:
     rank: int
 
     _boxes: "Boxes | None" = None
-    _seal: "Seal | None" = None
+    _seal: Seal | None = None
+    _judge: Judge | None = None
     _shards: Sequence[Shard] = ()
-    _tensors: Mapping[str, tuple[int, ...]] = {}
 
     def megarl_begin_reload(self) -> None:
         initialize_layerwise_reload(self.model_runner.get_model())
@@ -65,14 +65,13 @@ class WeightLoading:
         """See ``record``."""
         recorded = record(self.vllm_config, tensors)
         self._shards = recorded[0]
-        self._tensors = {tensor.name: tensor.shape for tensor in tensors}
         return recorded
 
     def megarl_begin_boxes(
         self, shapes: Sequence[Mapping[str, tuple[int, ...]]], wanted: Sequence[Mapping[str, int]], verify: bool
     ) -> None:
         """A planned refit begins. Per rank the shapes of parameters as recorded, and how many elements of each come."""
-        self._seal = Seal(self._shards, self._tensors) if verify else None
+        self._seal = Seal(self._shards) if verify else None
         self._boxes = Boxes(self.model_runner.get_model(), shapes[self.rank], wanted[self.rank], self._seal)
 
     def megarl_take(self, files: Sequence[Files]) -> None:
@@ -91,29 +90,23 @@ class WeightLoading:
         self._boxes = None
         return missing
 
-    def megarl_fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Tensor -> fingerprint, parameter -> stray elements, of the last refit, which was one with ``verify``."""
-        assert self._seal is not None, "megarl_fingerprints without a refit that is verified"
-        return self._seal.tensors, self._seal.strays
+    def megarl_begin_judging(self) -> None:
+        """The policy's export comes, whole; one that was given up half-way is forgotten."""
+        self._judge = Judge(self.vllm_config)
 
+    def megarl_judge(self, path: str, names: Sequence[str]) -> None:
+        """Take the named tensors of a file of the export; the file may go once this has returned."""
+        assert self._judge is not None, "megarl_judge before megarl_begin_judging"
+        with safe_open(path, framework="pt") as file:
+            # copies: tensors of one file may be views of one storage, and the judge tells them apart by theirs
+            self._judge.take({name: file.get_tensor(name).clone() for name in names})
 
-class Seal:
-    """Fingerprints of parameters as they stand after a refit, before vLLM packs them."""
-
-    def __init__(self, shards: Sequence[Shard], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes = shapes
-        self._shards: dict[str, list[Shard]] = defaultdict(list)
-        for shard in shards:
-            self._shards[shard.param].append(shard)
-        self.tensors: dict[str, int] = defaultdict(int)
-        self.strays: dict[str, int] = {}
-
-    def take(self, name: str, param: torch.Tensor) -> None:
-        """Note a parameter, once."""
-        for shard in self._shards[name]:
-            value = of_view(param, shard.view(shard.box), shard.box, self._shapes[shard.tensor])
-            self.tensors[shard.tensor] = (self.tensors[shard.tensor] + value) % MODULUS
-        self.strays[name] = stray(param, self._shards[name])
+    def megarl_verdict(self) -> list[str]:
+        """What this rank, as the last refit with ``verify`` has left it, does not hold of the export."""
+        assert self._seal is not None, "megarl_verdict without a refit that is verified"
+        assert self._judge is not None, "megarl_verdict before megarl_begin_judging"
+        judge, self._judge = self._judge, None
+        return judge.faults(self._seal)
 
 
 class Boxes:
@@ -181,7 +174,7 @@ class Boxes:
             if not count:  # all of this rank's rows are padding
                 self._model.get_parameter(name).data.zero_()
         if self._seal is not None:
-            for name in self._shapes.keys() - self._seal.strays.keys():
+            for name in self._shapes.keys() - self._seal.wholes.keys():
                 self._seal.take(name, self._model.get_parameter(name).data)
         if current_platform.is_cpu():
             _repack_heads(self._model)

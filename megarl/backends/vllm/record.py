@@ -5,7 +5,8 @@ the two is noted: a view of a tensor without data still knows its offset and str
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -26,16 +27,38 @@ def record(
     To be called in a worker, where vLLM's process groups stand. A tensor that this rank holds nothing of is in none of
     them.
     """
-    config = copy.copy(vllm_config)
-    config.compilation_config = copy.copy(vllm_config.compilation_config)
-    config.compilation_config.static_forward_context = {}  # layers of the live model are registered in its own
-    with set_current_vllm_config(config), torch.device("meta"):
-        model: Any = initialize_model(vllm_config=config)
+    model = blank(vllm_config)
     recorder = _Recorder(model, tensors)
     sources = recorder.sources
-    with set_current_vllm_config(config), torch.no_grad(), recorder:
+    with loading(vllm_config), recorder:
         model.load_weights(iter(sources.items()))
     return recorder.shards, recorder.params, recorder.failed
+
+
+def blank(vllm_config: Any) -> Any:
+    """A model of this configuration without storage, beside the live one."""
+    with loading(vllm_config) as config, torch.device("meta"):
+        return initialize_model(vllm_config=config)
+
+
+@contextmanager
+def loading(vllm_config: Any) -> Iterator[Any]:
+    """vLLM's context for a blank model's loaders; layers of the live model are registered in its own."""
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    with set_current_vllm_config(config), torch.no_grad():
+        yield config
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def named_storages(model: torch.nn.Module) -> dict[int, str]:
+    """Storage -> its parameter or buffer, of tied ones the first."""
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {storage_of(param): name for name, param in reversed(named.items())}
 
 
 class _Recorder(TorchFunctionMode):
@@ -47,11 +70,8 @@ class _Recorder(TorchFunctionMode):
         self.shards: list[Shard] = []
         self.failed: dict[str, str] = {}
         self._shapes = {tensor.name: tensor.shape for tensor in tensors}
-        self._source_of = {_storage(source): name for name, source in self.sources.items()}
-        named = dict(model.named_parameters()) | {
-            name: buffer for name, buffer in model.named_buffers() if _storage(buffer) not in self._source_of
-        }
-        self._param_of = {_storage(param): name for name, param in reversed(named.items())}  # of tied ones the first
+        self._source_of = {storage_of(source): name for name, source in self.sources.items()}
+        self._param_of = named_storages(model)
         self.params = {name: tuple(param.shape) for name, param in model.named_parameters()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -60,7 +80,7 @@ class _Recorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        name, param = self._source_of.get(_storage(source)), self._param_of.get(_storage(into))
+        name, param = self._source_of.get(storage_of(source)), self._param_of.get(storage_of(into))
         if name is None or param is None or source.numel() == 0:
             return
         if into.shape != source.shape or into.dtype != source.dtype:
@@ -73,10 +93,6 @@ class _Recorder(TorchFunctionMode):
         box, axes = placed
         strides = tuple(0 if axis is None else into.stride()[axis] for axis in axes)
         self.shards.append(Shard(name, box, param, int(into.storage_offset()), strides))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _dtype(itemsize: int) -> torch.dtype:

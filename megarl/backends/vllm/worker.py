@@ -118,6 +118,29 @@ class VllmWorker:
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [_response(output.outputs[0]) for output in outputs]
 
+    def score(self, prompt_ids: np.ndarray, token_ids: np.ndarray, temperature: float) -> np.ndarray:
+        """float32[Lc]: logprobs of given tokens after a prompt, one request each, as sampling them would give; cached
+        prefixes serve them."""
+        from vllm import SamplingParams, TokensPrompt
+
+        whole = [*prompt_ids.tolist(), *token_ids.tolist()]
+        starts = range(len(prompt_ids), len(whole))
+        params = [
+            SamplingParams(
+                temperature=temperature,
+                max_tokens=1,
+                seed=0,
+                logprob_token_ids=[whole[at]],
+                ignore_eos=True,
+                detokenize=False,
+            )
+            for at in starts
+        ]
+        prompts = [TokensPrompt(prompt_token_ids=whole[:at]) for at in starts]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        tables = [table for output in outputs for table in output.outputs[0].logprobs or ()]
+        return sampled_logprobs(token_ids.tolist(), tables)
+
     def begin_refit(self) -> None:
         self._take_back("weights")
         if self._received is not None:  # the last refit was given up half-way
@@ -178,9 +201,16 @@ class VllmWorker:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: requests are still running")
 
-    def fingerprints(self) -> list[Any]:
-        """Per rank: fingerprints of tensors, stray elements of parameters."""
-        return self._llm.collective_rpc("megarl_fingerprints")
+    def begin_judging(self) -> None:
+        self._llm.collective_rpc("megarl_begin_judging")
+
+    def judge(self, path: Path, names: Sequence[str]) -> None:
+        """One bucket of the policy's export."""
+        self._llm.collective_rpc("megarl_judge", args=(str(path), list(names)))
+
+    def verdict(self) -> list[list[str]]:
+        """Per rank: what it does not hold of the export."""
+        return self._llm.collective_rpc("megarl_verdict")
 
     def sleep(self) -> None:
         """Free the GPU; weights are dropped, not kept in host memory, since a refit follows."""
