@@ -20,7 +20,7 @@ PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """\
 # Configuration
 
-<!-- written by `make docs` from megarl/config.py, megarl/settings.py and megarl/algos/; change those -->
+<!-- written by `make docs` from megarl/config.py and the sections it imports; change those -->
 
 Every key of a run. A YAML file says only what differs from the defaults below. `key=value` on the command line sets any
 key, whether or not a file mentions it. An unknown key or a value that does not fit is refused before anything starts,

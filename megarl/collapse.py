@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megarl.settings import GuardConfig, TurnConfig
+from megarl.guard_settings import GuardConfig, TurnConfig
 
 Row = Mapping[str, float]  # one step's metrics, under their full names
 

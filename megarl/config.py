@@ -20,6 +20,7 @@ from yaml import YAMLError
 
 from megarl.algos import AnyAlgorithm
 from megarl.algos.corewarding import CoRewarding
+from megarl.guard_settings import GuardConfig
 from megarl.settings import (
     AdvantageConfig,
     AgentConfig,
@@ -29,7 +30,6 @@ from megarl.settings import (
     ClusterConfig,
     DataConfig,
     EvaluationConfig,
-    GuardConfig,
     KernelsConfig,
     LossConfig,
     Name,

@@ -18,6 +18,7 @@ PURE = tuple(
         *(
             "types",
             "settings",
+            "guard_settings",
             "config",
             "algos",
             "answers",

@@ -1,4 +1,7 @@
-"""README and the pages of docs/ as lists of commands: those of fenced blocks, and those that stand in a sentence."""
+"""README and the pages of docs/ as lists of commands: those of fenced blocks, and those that stand in a sentence.
+
+`megarl VERB` is short for `$(make -s python) -m megarl VERB`, as README says.
+"""
 
 import re
 from dataclasses import dataclass
@@ -6,10 +9,19 @@ from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "kernels" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "kernels" / "README.md",
+    ROOT / "megarl" / "planning" / "README.md",
+]
+OURS = "$(make -s python) -m megarl "
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 _COMMAND = re.compile(r"^(?:\w+=\S+ )*(?:\$\(make -s python\)|make|megarl|python3?|git|cat|printf|sbatch) ", re.M)
 _HERE = re.compile(r"<<'(\w+)'$")
+_LONG = re.compile(r"^megarl (?=\w)")
+_WHOLE = re.compile(r"python -m tests\.|\$\(make -s python\) -m megarl(?:\.| \w+ .*(?:\+experiment=|runs/))")
+_LEFT_OPEN = re.compile(r"\.\.\.|\[|\b[A-Z]{2,}\b")  # for the reader to fill in
 _SET = re.compile(r"^(?:[A-Z_]+=\S+ )+")  # variables in front of a command
 
 
@@ -41,8 +53,16 @@ def blocks(page: Path) -> list[Command]:
 def _of_line(line: str) -> list[Command]:
     code, _, comment = line.partition("  #")
     tag = re.search(r"\[(\w+)\]", comment)
-    parts = [_SET.sub("", part.strip()) for part in code.split(" && ")]
+    parts = [_LONG.sub(OURS, _SET.sub("", part.strip())) for part in code.split(" && ")]
     return [Command(part, tag[1] if tag else None) for part in parts if part and not part.startswith("#")]
+
+
+def complete(page: Path) -> list[Command]:
+    """The commands in sentences that are all there: they name an experiment, a run or a module, and leave nothing to
+    the reader.
+    """
+    texts = [_LONG.sub(OURS, text) for text in inline(page)]
+    return [Command(text) for text in texts if _WHOLE.match(text) and not _LEFT_OPEN.search(text)]
 
 
 def inline(page: Path) -> list[str]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megarl.collapse import new_signs, sign, signs
-from megarl.settings import GuardConfig, TurnConfig
+from megarl.guard_settings import GuardConfig, TurnConfig
 
 TURN = TurnConfig(rise=0.5, fall=0.5)
 

@@ -16,13 +16,11 @@ import yaml
 from megarl import cli
 from megarl.config import CONFIG_DIR, compose
 from tests import tiny
-from tests.unit.pages import PAGES, ROOT, Command, blocks, inline
+from tests.unit.pages import OURS, PAGES, ROOT, Command, blocks, complete
 
-OURS = "$(make -s python) -m megarl "
 SEARCH = "unit/test_planning_search.py::"
 ELSEWHERE = {
     "make demo": "integration/test_demo_command.py::test_three_runs_a_table_and_a_picture_and_all_of_it_again",
-    "make docs": "unit/test_configuration_page.py::test_the_page_is_up_to_date",
     "make models": "unit/test_demo.py::test_a_local_wheel_is_unpacked_without_the_network",
     "make setup": "unit/test_environment.py::test_every_checkout_runs_its_own_code",
     "make setup-gpu": "unit/test_environment.py::test_locks_name_every_dependency_once",
@@ -33,10 +31,13 @@ ELSEWHERE = {
     "$(make -s python) -m megarl.demo.flow flow.png": "unit/test_flow.py::test_picture_and_table",
     OURS + "rewrite ": "integration/test_rewrite.py::test_an_engine_here",
     OURS + "plan +experiment=plan_7b_32b_70b_16nodes": SEARCH + "test_a_cohort_is_laid_out_and_balanced",
+    OURS + "plan published": "unit/test_planning_steptime.py::test_the_committed_table_is_what_the_command_prints",
+    OURS + "plan simulate ": "unit/test_planning_simulate.py::test_the_study_answers_its_questions",
     OURS + "plan learn ": "unit/test_planning_steptime.py::test_rates_are_learned_from_the_metrics_of_a_run",
 }
 GIVEN = ("git clone ", "cd ", "export ")  # the reader's own
 MISFIT = {OURS + "plan +experiment=plan_70b_1node_impossible": 2}
+INLINE = [command for page in PAGES for command in complete(page)]  # no place for a tag: they run dry
 STATELESS = ("plan", "reshard", "doctor", "launch")
 REFERENCE = [f"agents.{a}.{key}=reference" for a in ("direct", "coached") for key in ("backend", "engine.backend")]
 SMALL = [*REFERENCE, "batch.prompts_per_step=2", "batch.samples_per_prompt=2", "sampling.max_tokens=4"]
@@ -82,7 +83,7 @@ def home(model, run, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands(page, home, monkeypatch):
     monkeypatch.setattr("os.execv", lambda *_: pytest.fail("a run was started in place of the tests"))
-    for command in blocks(page):
+    for command in (*blocks(page), *complete(page)):
         how_it_went = perform(command, home)
         assert how_it_went is None, f"{page.name}: {command.text}: {how_it_went}"
 
@@ -108,7 +109,7 @@ def perform(command: Command, home: Path) -> str | None:
 def ours(command: Command, verb: str, words: list[str]) -> str | None:
     """A verb of megarl's, in this process."""
     if verb == "launch" and words[:1] == ["slurm"] and "--dry-run" not in words:
-        if command.tag != "cluster":
+        if command.tag != "cluster" and command not in INLINE:
             return "it submits a job: tag it by # [cluster] behind it"
         words.append("--dry-run")
     elif command.tag:
@@ -135,7 +136,7 @@ def missing(test: str) -> str | None:
 
 
 def test_nothing_is_named_that_no_page_has():
-    texts = [command.text for page in PAGES for command in blocks(page)] + [text for p in PAGES for text in inline(p)]
+    texts = [command.text for page in PAGES for command in (*blocks(page), *complete(page))]
     assert [start for start in ELSEWHERE if not any(text.startswith(start.strip()) for text in texts)] == []
 
 
