@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     found = pairs(answers, gold)
     sizes = [size for size in args.ring or (2, 3) if size <= len(answers)]
     ranked = rings(answers, gold, sizes=sizes, votes=args.votes) if gold else []
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(_pair_table(found))
     if gold:
         console.print(_agent_table(answers, gold, args.votes))
