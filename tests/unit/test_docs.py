@@ -84,8 +84,8 @@ def home(model, run, tmp_path, monkeypatch):
 def test_commands(page, home, monkeypatch):
     monkeypatch.setattr("os.execv", lambda *_: pytest.fail("a run was started in place of the tests"))
     for command in (*blocks(page), *complete(page)):
-        how_it_went = perform(command, home)
-        assert how_it_went is None, f"{page.name}: {command.text}: {how_it_went}"
+        fault = perform(command, home)
+        assert fault is None, f"{page.name}: {command.text}: {fault}"
 
 
 def perform(command: Command, home: Path) -> str | None:
@@ -97,7 +97,8 @@ def perform(command: Command, home: Path) -> str | None:
     if named is not None and (not named.startswith("make") or named == text):
         return missing(ELSEWHERE[named])
     if text.startswith(("cat > ", "printf ")):
-        return subprocess.run(["bash", "-ec", text], cwd=home, capture_output=True, text=True).stderr or None
+        ran = subprocess.run(["bash", "-ec", text], cwd=home, capture_output=True, text=True)
+        return f"ended with {ran.returncode}: {ran.stderr}" if ran.returncode else None
     if not text.startswith(OURS):
         return "nobody runs it: add it to ELSEWHERE, or tag it"
     verb, *words = shlex.split(text.removeprefix(OURS))
@@ -114,7 +115,8 @@ def ours(command: Command, verb: str, words: list[str]) -> str | None:
         words.append("--dry-run")
     elif command.tag:
         return f"the tag [{command.tag}] says it is not run, but nothing runs it dry"
-    if verb in STATELESS and " ".join(words) in done:
+    once = shlex.join([verb, *words])
+    if verb in STATELESS and once in done:
         return None
     if verb == "train" and "--cfg" not in words:
         words += ["steps=3"] if "--resume" in words else [*SMALL, "steps=2", "checkpoint.every_steps=1"]
@@ -122,7 +124,7 @@ def ours(command: Command, verb: str, words: list[str]) -> str | None:
         words += ["evaluation.samples_per_prompt=2", "evaluation.sampling.max_tokens=4"]
     with pytest.raises(SystemExit) as ended:
         cli.main([verb, *words])
-    done.add(" ".join(words))
+    done.add(once)
     wanted = MISFIT.get(command.text, 0)
     return None if ended.value.code == wanted else f"ended with {ended.value.code}, not {wanted}"
 
