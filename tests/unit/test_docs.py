@@ -29,7 +29,7 @@ ELSEWHERE = {
     "python -m tests.gpu": "kernels/test_bench.py::test_without_a_card_the_gpu_command_says_so",
     "$(make -s python) -m megarl.demo.warmstart": "unit/test_demo.py::test_warm_start_repeats_bit_for_bit",
     "$(make -s python) -m megarl.demo.flow flow.png": "unit/test_flow.py::test_picture_and_table",
-    OURS + "rewrite ": "integration/test_rewrite.py::test_an_engine_here",
+    OURS + "rewrite ": "integration/test_rewrite.py::test_ids_and_answers_are_kept_row_by_row",
     OURS + "plan +experiment=plan_7b_32b_70b_16nodes": SEARCH + "test_a_cohort_is_laid_out_and_balanced",
     OURS + "plan published": "unit/test_planning_steptime.py::test_the_committed_table_is_what_the_command_prints",
     OURS + "plan simulate ": "unit/test_planning_simulate.py::test_the_study_answers_its_questions",
