@@ -60,20 +60,34 @@ class Exchange:
         for buckets in self.rounds(training, moved):
             for bucket, pieces in buckets:
                 take(bucket, pieces)
+                del bucket  # the next round is made beside whatever is still held
+            del buckets
         return moved
 
     def rounds(
         self, training: Mapping[str, torch.Tensor], moved: Moved
     ) -> Iterator[list[tuple[torch.Tensor, list[Piece]]]]:
-        """Round by round what arrives at this rank, at most two buckets; all ranks take the same number of rounds."""
+        """Round by round what arrives at this rank, at most two buckets; all ranks take the same number of rounds.
+
+        Nothing of a round is kept here: it is gone once the caller lets go of it.
+        """
         for first, passed_on in self._rounds:
-            with torch.no_grad():
-                bucket, pieces, spans = self._first(first, training, moved)
-                buckets = [(bucket, pieces)]
-                if passed_on is not None:
-                    buckets.append(self._passed_on(passed_on, bucket, spans, moved))
-            moved.rounds += 1
-            yield [(values, held) for values, held in buckets if held]
+            yield self._round(first, passed_on, training, moved)
+
+    @torch.no_grad()
+    def _round(
+        self,
+        first: Sequence[Copy],
+        passed_on: Sequence[Copy] | None,
+        training: Mapping[str, torch.Tensor],
+        moved: Moved,
+    ) -> list[tuple[torch.Tensor, list[Piece]]]:
+        bucket, pieces, spans = self._first(first, training, moved)
+        buckets = [(bucket, pieces)]
+        if passed_on is not None:
+            buckets.append(self._passed_on(passed_on, bucket, spans, moved))
+        moved.rounds += 1
+        return [(values, held) for values, held in buckets if held]
 
     def _first(
         self, copies: Sequence[Copy], training: Mapping[str, torch.Tensor], moved: Moved

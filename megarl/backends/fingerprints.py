@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 MODULUS = 1 << 64
-CHUNK = 1 << 22  # elements: what is widened to 64 bits at a time
+CHUNK = 1 << 19  # elements: what is widened to 64 bits at a time, in five arrays of 4 MiB
 Prints = dict[str, dict[str, int]]  # parameter -> tensor -> fingerprint of the regions that it fills
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FIRST, _SECOND = 0x9E3779B97F4A7C15 - MODULUS, 0xBF58476D1CE4E5B9 - MODULUS  # splitmix64's, as signed integers

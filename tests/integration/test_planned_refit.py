@@ -3,13 +3,11 @@
 And before that: the engine layout as described, as recorded, and as load_weights fills it are one and the same.
 """
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.backends.shards.engine import engine_layout
 from megarl.backends.shards.families import FAMILIES
@@ -20,48 +18,14 @@ from megarl.settings import AgentConfig, LayoutConfig
 from tests import vllm_layouts
 from tests.megatron import refits
 from tests.megatron.ranks import LocalRanks
+from tests.refit_grid import BUCKET, LAYOUTS, MODELS, engines_of, rows, write_models
 
-# 4 query and 2 key/value heads of 32, 130 rows of vocabulary, which vLLM pads to 192
-SIZES = {
-    "vocab_size": 130,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 96,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-MODELS = {
-    "llama": {"num_hidden_layers": 7},
-    "mistral": {"num_hidden_layers": 2, "sliding_window": None},
-    "qwen2": {"head_dim": 16},
-    "qwen3": {"tie_word_embeddings": True},
-    "gemma2": {"num_hidden_layers": 2, "tie_word_embeddings": True, "query_pre_attn_scalar": 32},
-    "gemma3_text": {"num_hidden_layers": 2, "tie_word_embeddings": True, "query_pre_attn_scalar": 32},
-    "qwen3_moe": {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-}
 JOBS = [(kind, tp) for kind in MODELS for tp in (1, 2)] + [("llama", 4)]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """Checkpoints whose every element is another number."""
-    made = {}
-    for kind, changes in MODELS.items():
-        made[kind] = tmp_path_factory.mktemp(kind)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | changes)), dtype=torch.float32)
-        start = 1
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(torch.arange(start, start + parameter.numel()).view_as(parameter))
-                start += parameter.numel()
-        assert start < 1 << 24, "float32 holds no more whole numbers"
-        model.save_pretrained(made[kind])
-    return made
+    return write_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -106,24 +70,21 @@ def test_another_layout_is_told_apart(models, loaded):
     assert layout.world == 0 and alone["shapes"] != one["shapes"]
 
 
-BUCKET = 80_000  # bytes: several rounds, and the largest matrices are cut
-TRAINED = ("llama", "qwen2", "qwen3")  # what Megatron policies build today
-LAYOUTS = (
-    *(LayoutConfig(), LayoutConfig(tp=2), LayoutConfig(tp=4), LayoutConfig(pp=2), LayoutConfig(dp=2)),
-    *(LayoutConfig(tp=2, pp=2), LayoutConfig(tp=2, dp=2), LayoutConfig(pp=3)),
-)
+TRAINED = ("llama", "qwen2", "qwen3")  # every layout in CI; tests/bench/reshard.py has all families
 
 
-def engines_of(model: Path, world: int, loaded) -> list[Layout]:
-    """Recorded layouts of the engines that so many ranks can host."""
-    tensors = engine_layout(read_shape(str(model)), 1, 1, 4).tensors
-    made = []
-    for tp in (1, 2):
-        ranks = loaded[model, tp] * (world // tp)
-        if ranks:
-            shards = tuple(tuple(rank["shards"]) for rank in ranks)
-            made.append(Layout(tensors, shards, tuple(rank["shapes"] for rank in ranks)))
-    return made
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_planned_refit_is_load_weights_and_moves_the_lower_bound(layout, models, loaded):
+    """case-D11, case-D1 (four ranks, two key/value heads), case-D7 (seven layers): tied and untied, TP 1 and 2."""
+    found = list(rows(layout, {kind: models[kind] for kind in TRAINED}, loaded))
+    assert len(found) == len(TRAINED) * (1 if layout.world == 1 else 2)
+    for row in found:
+        assert not row.absent and not row.wrong, row
+        assert row.wire == row.plan == row.bound and row.ratio == 1.0, row
+        assert row.exported >= row.wire and (row.exported > 0) == (layout.tp * layout.pp > 1)
+        assert row.tp == 1 or row.exported > row.wire or row.exported == 0, "Bridge gathers whole tensors"
+        assert row.largest <= BUCKET
+    assert (layout.tp, layout.pp) != (2, 2) or any(row.forwarded for row in found)
 
 
 @pytest.fixture
@@ -134,40 +95,6 @@ def ranks(request, models):
     )
     yield opened
     opened.close()
-
-
-@pytest.mark.parametrize("ranks", LAYOUTS, indirect=True, ids=str)
-def test_a_planned_refit_is_load_weights_and_moves_the_lower_bound(ranks, request, models, loaded):
-    """case-D11, case-D1 (four ranks, two key/value heads), case-D7 (seven layers): tied and untied, TP 1 and 2."""
-    layout = request.node.callspec.params["ranks"]
-    jobs = [(models[kind], engines_of(models[kind], layout.world, loaded)) for kind in TRAINED]
-    gpus = 2 if layout.pp == 2 and layout.tp == 2 else 8
-    by_rank = ranks.run(refits.refit, layout, jobs, gpus, BUCKET)
-    at = 0
-    for model, engines in jobs:
-        for engine in engines:
-            results = [found[at] for found in by_rank]
-            at += 1
-            assert [r["wrong"] for r in results] == [[]] * layout.world
-            assert len({r["key"] for r in results}) == 1
-            tp = 1 if tuple(loaded[model, 1][0]["shards"]) == engine.shards[0] else 2
-            for rank, result in enumerate(results[: engine.world]):
-                wanted = loaded[model, tp][rank % tp]["params"]
-                assert result["params"].keys() == wanted.keys()
-                for name, param in result["params"].items():
-                    assert torch.equal(param, wanted[name]), (model.name, tp, rank, name)
-            measured = sum(r["counted"] for r in results)
-            assert [r["counted"] for r in results] == [r["plan"] for r in results]
-            assert [r["counted"] for r in results] == [r["moved"].received for r in results]
-            assert measured == results[0]["wire"] == results[0]["bound"]
-            exported = sum(r["exported"] for r in results)
-            assert exported >= measured and (exported > 0) == (layout.tp * layout.pp > 1)
-            assert tp == 1 or exported > measured or exported == 0, "Bridge gathers whole tensors"
-            assert max(r["largest"] for r in results) <= BUCKET
-            if os.environ.get("MEGARL_REFIT_TABLE"):
-                took, gathered = (max(r[key] for r in results) for key in ("seconds", "export_seconds"))
-                print(f"{model.name[:-1]:8} {layout!s:8} TP{tp} {measured:9} {exported:9} {took:.3f} {gathered:.3f}")
-    assert not at or gpus == 8 or any(found["forwarded"] for found in by_rank[0])
 
 
 @pytest.mark.parametrize("ranks", (LayoutConfig(),), indirect=True, ids=str)
@@ -181,7 +108,7 @@ def test_training_names_are_bridges(ranks, models):
 def test_one_changed_element_changes_that_parameter_alone(ranks, models, loaded):
     """What the comparison above would say of a refit that brings other weights."""
     model = models["qwen2"]
-    engine = engines_of(model, 2, loaded)[1]
+    _, engine = engines_of(model, 2, loaded)[1]
     param = "decoder.layers.1.mlp.linear_fc2.weight"
     results = ranks.run(refits.refit_after_a_change, model, LayoutConfig(tp=2), engine, param)
     for rank, result in enumerate(results):

@@ -70,11 +70,15 @@ def counted() -> Iterator[dict[str, int]]:
 def refit(
     worker: Any, layout: LayoutConfig, jobs: Sequence[tuple[Path, Sequence[Layout]]], gpus: int, bucket_bytes: int
 ) -> list[dict[str, Any]]:
-    """Per model and engine: this rank's engine parameters after a refit, and what it took."""
+    """Per model and engine: this rank's engine parameters after a refit, and what it took; or why there is no model."""
     found = []
     for path, engines in jobs:
         agent = AgentConfig(model=str(path), dtype="float32", layout=layout)
-        model = build_model(agent, worker.groups, worker.device, {})
+        try:
+            model = build_model(agent, worker.groups, worker.device, {})
+        except ValueError as refused:
+            found += [{"absent": str(refused)} for _ in engines]
+            continue
         training = training_layout(read_shape(str(path)), layout_of(layout), 4)
         wrong = differences(model, training, path)
         exported = export(model)

@@ -49,7 +49,7 @@ def test_parts_add_up_to_the_whole(monkeypatch):
     tensor = values()
     total = fingerprint(tensor, 0, STRIDES)
     random = np.random.default_rng(1)
-    for chunk in (1 << 22, 4):
+    for chunk in (1 << 19, 4):
         monkeypatch.setattr("megarl.backends.fingerprints.CHUNK", chunk)
         for _ in range(40):
             box = tuple(tuple(sorted(random.choice(n + 1, 2, replace=False).tolist())) for n in SHAPE)

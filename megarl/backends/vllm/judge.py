@@ -5,7 +5,7 @@ storage, fed with whole Hugging Face tensors as Megatron-Bridge exports them. No
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,16 +48,16 @@ class Judge:
         self._model = blank(vllm_config)
         self._watch = _Watch(self._model)
 
-    def take(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Some whole tensors of the export, each once."""
+    def take(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Some whole tensors of the export, each once, and each of a storage of its own."""
 
-        def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in named.items():
+        def watched() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in named:
                 self._watch.comes(name, tensor)
                 yield name, tensor
 
         with loading(self._config), self._watch:
-            self._model.load_weights(one_by_one())
+            self._model.load_weights(watched())
 
     def faults(self, seal: Seal) -> list[str]:
         return faults(seal.wholes, seal.held, self._watch.loaded)

@@ -98,8 +98,8 @@ class WeightLoading:
         """Take the named tensors of a file of the export; the file may go once this has returned."""
         assert self._judge is not None, "megarl_judge before megarl_begin_judging"
         with safe_open(path, framework="pt") as file:
-            # copies: tensors of one file may be views of one storage, and the judge tells them apart by theirs
-            self._judge.take({name: file.get_tensor(name).clone() for name in names})
+            # copies, one by one: tensors of one file may be views of one storage
+            self._judge.take((name, file.get_tensor(name).clone()) for name in names)
 
     def megarl_verdict(self) -> list[str]:
         """What this rank, as the last refit with ``verify`` has left it, does not hold of the export."""
