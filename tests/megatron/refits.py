@@ -1,5 +1,6 @@
 """What the ranks of a policy do in the tests of planned refits: many models under one layout, one launch for all."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,6 +74,8 @@ def refit(
     """Per model and engine: this rank's engine parameters after a refit, and what it took; or why there is no model."""
     found = []
     for path, engines in jobs:
+        for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+            os.environ.pop(name, None)  # megatron-core sets them for one model and checks the next
         agent = AgentConfig(model=str(path), dtype="float32", layout=layout)
         try:
             model = build_model(agent, worker.groups, worker.device, {})
