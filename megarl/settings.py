@@ -216,7 +216,7 @@ class LayoutConfig(Section):
     pp: int = Field(default=1, ge=1, description="pipeline stages: the layers are cut")
     cp: int = Field(default=1, ge=1, description="context parallel ranks: sequences are cut")
     dp: int = Field(default=1, ge=1, description="data parallel ranks: samples are dealt, adam's state is cut")
-    ep: int = Field(default=1, ge=1, description="expert parallel, over the cp * dp ranks; `reshard --explain` only")
+    ep: int = Field(default=1, ge=1, description="expert parallel, over the cp * dp ranks")
     sp: bool = Field(default=False, description="sequence parallel, inside the tensor-parallel group")
 
     @property

@@ -18,7 +18,10 @@ from megarl.config import CONFIG_DIR
 # parts that the name of a fine-tune adds to that of the model whose shape it has
 _TUNES = ("instruct", "chat", "base", "it", "pt", "hf", "math", "coder", "thinking", "2507")
 _GATED = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "mistral", "mixtral")
-_TRAINABLE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # what the Megatron backend builds today
+_TRAINABLE = (  # what the Megatron backend builds today
+    *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+    *("MistralForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

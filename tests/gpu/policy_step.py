@@ -41,7 +41,9 @@ def build(device: torch.device, dtype: torch.dtype) -> SimpleNamespace:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
 
-    from megarl.backends.megatron.spec import PackedRotary, our_block_spec
+    from megarl.backends.megatron.attention import PackedRotary
+    from megarl.backends.megatron.family import LLAMA
+    from megarl.backends.megatron.spec import our_block_spec
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
@@ -59,7 +61,7 @@ def build(device: torch.device, dtype: torch.dtype) -> SimpleNamespace:
     )  # fmt: skip
     config._pg_collection = groups
     inner = GPTModel(
-        config=config, transformer_layer_spec=our_block_spec(config), vocab_size=PADDED, max_sequence_length=256,
+        config=config, transformer_layer_spec=our_block_spec(config, LLAMA), vocab_size=PADDED, max_sequence_length=256,
         position_embedding_type="rope", share_embeddings_and_output_weights=False, pg_collection=groups,
     ).to(device)  # fmt: skip
     inner.rotary_pos_emb = PackedRotary(inner.rotary_pos_emb)
@@ -93,7 +95,7 @@ def step(device: torch.device, dtype: torch.dtype, kernels: SimpleNamespace) -> 
     from megatron.core.distributed import finalize_model_grads
 
     from megarl.backends.megatron import head
-    from megarl.backends.megatron.spec import describe_for_ours
+    from megarl.backends.megatron.attention import describe_for_ours
     from megarl_kernels import LogprobOutput, grpo_token_loss
 
     policy, given = build(device, dtype), pack(device)

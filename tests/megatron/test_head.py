@@ -87,14 +87,25 @@ def test_bfloat16_model(models, policy):
 
 def _other_head(worker):
     inner = worker.model.chunk.module
-    inner.output_layer.__class__ = type("CappedHead", (type(inner.output_layer),), {})
+    kind = type(inner.output_layer)
+
+    def forward(self, *args, **kwargs):
+        logits, bias = kind.forward(self, *args, **kwargs)
+        return logits.tanh(), bias
+
+    inner.output_layer.__class__ = type("CappedHead", (kind,), {"forward": forward})
 
 
-def test_a_head_that_computes_more_is_refused(models, policy):
+def test_a_head_that_computes_more_makes_its_own_logits(models, policy):
+    seen = data.rollouts(2)
     opened, ranks = policy(models["llama"], optimizer=SGD)
+    fused = opened.measure(seen, frozenset())
     ranks.run(_other_head)
-    with pytest.raises(ValueError, match=r"kernels.fused_head=True.*CappedHead"):
-        opened.measure(data.rollouts(2), frozenset())
+    assert data.worst(opened.measure(seen, frozenset()), fused) > 0.01
+    compared, ranks = policy(models["llama"], optimizer=SGD, kernels=KernelsConfig(compare=True))
+    ranks.run(_other_head)
+    with pytest.raises(ValueError, match=r"kernels.compare=true: this model's head caps"):
+        compared.measure(seen, frozenset())
 
 
 def test_chunks_do_not_show(models, policy):

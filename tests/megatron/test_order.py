@@ -28,11 +28,15 @@ def test_indivisible_sequence_is_refused():
         context_rows(np.array([0, 4, 10]), 2, 0)
 
 
+@pytest.mark.parametrize("window", (None, 5, 12))
 @pytest.mark.parametrize("cp", (1, 2, 4))
-def test_grids_are_causal_attention_within_sequences(cp):
+def test_grids_are_causal_attention_within_sequences(cp, window):
     """For every rank the (query, key) pairs that the grids admit are those of causal attention, each once."""
     cu = np.array([0, 8, 8, 40, 48, 64])
-    wanted = {(q, k) for a, b in itertools.pairwise(cu) for q in range(a, b) for k in range(a, q + 1)}
+    wide = window or 64
+    wanted = {
+        (q, k) for a, b in itertools.pairwise(cu) for q in range(a, b) for k in range(max(a, q + 1 - wide), q + 1)
+    }
     found: list[tuple[int, int]] = []
     for rank in range(cp):
         order, held = Order.of(cu, cp, rank), context_rows(cu, cp, rank)
@@ -41,9 +45,10 @@ def test_grids_are_causal_attention_within_sequences(cp):
             queries[grid.query_cells] = torch.from_numpy(held)[grid.query_rows]
             keys = torch.full((grid.sequences * grid.key_length,), -1)
             keys[grid.key_cells] = grid.key_rows
-            mask = grid.mask
+            mask = grid.visible(window)
             if mask is None:
-                mask = torch.ones(grid.sequences, 1, grid.query_length, grid.key_length).tril().bool()
+                mask = torch.ones(1, 1, grid.query_length, grid.key_length).tril().bool()
+            mask = mask.expand(grid.sequences, -1, -1, -1)
             for s in range(grid.sequences):
                 for i in range(grid.query_length):
                     for j in range(grid.key_length):

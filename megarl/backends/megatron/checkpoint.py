@@ -17,7 +17,15 @@ def save(path: Path, model: Model, optimizer: Optimizer, version: int) -> None:
 
 
 def load(path: Path, model: Model, optimizer: Optimizer) -> int:
-    """The version that was saved; weights and optimizer are as they were then, bit for bit if the layout is too."""
+    """The version that was saved; weights and optimizer are as they were then, bit for bit if the layout is too.
+
+    Raises ValueError where only one side keeps the optimizer of experts apart: Megatron has no way across.
+    """
+    saved = dist_checkpointing.load_common_state_dict(str(path)).get("optimizers", 1)
+    here = len(optimizer.inner.chained_optimizers)
+    if optimizer.cfg.name == "adam" and saved != here:
+        how = ("has layout.ep=1", "is spread by layout.ep")
+        raise ValueError(f"{path}: the policy that was saved {how[saved > 1]}, this one {how[here > 1]}")
     state: Any = dist_checkpointing.load(_state(model, optimizer, 0, loading=True), str(path))
     model.chunk.module.load_state_dict(state["model"], strict=True)
     if "optimizer" in state:
@@ -38,5 +46,6 @@ def _state(model: Model, optimizer: Optimizer, version: int, *, loading: bool) -
         weights = inner.sharded_state_dict(metadata=metadata)
         state: dict[str, Any] = {"model": weights, "version": version}
         if optimizer.cfg.name == "adam":  # plain SGD has no state
+            state["optimizers"] = len(optimizer.inner.chained_optimizers)
             state["optimizer"] = optimizer.inner.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
     return state

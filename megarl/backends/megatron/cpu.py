@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 CORE = "0.19."
-PATCHES = ("compile", "device", "synchronize", "stream", "factory", "to_device", "random", "type_name")
+PATCHES = ("compile", "device", "synchronize", "stream", "factory", "to_device", "random", "type_name", "splits")
 used: set[str] = set()  # names of the patches that have been called in this process
 
 _CPU = torch.device("cpu")
@@ -38,6 +38,7 @@ def enable() -> None:
     _moves()
     _random_states()
     _type_names()
+    _splits()
 
 
 def _no_compile() -> None:
@@ -55,7 +56,7 @@ def _no_compile() -> None:
 
 def _device_calls() -> None:
     """The current device as a value of ``device=`` (mappings.py 95, layers.py 647, p2p_communication.py 334), waiting
-    for it (p2p_communication.py 419), and its streams (param_and_grad_buffer.py 632).
+    for it (p2p_communication.py 419), and its streams (param_and_grad_buffer.py 632, token_dispatcher.py 469, 925).
     """
 
     def current_device() -> torch.device:
@@ -72,6 +73,8 @@ def _device_calls() -> None:
     torch.cuda.current_device = current_device
     torch.cuda.synchronize = synchronize
     torch.cuda.current_stream = current_stream
+    torch.cuda.Stream = _Stream
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
 
 
 class _Stream:
@@ -79,6 +82,8 @@ class _Stream:
 
     def wait_stream(self, stream: object) -> None: ...
     def synchronize(self) -> None: ...
+    def record_event(self) -> "_Stream":
+        return self  # an event is waited for, as a stream is
 
 
 def _on_cuda(device: object) -> bool:
@@ -150,6 +155,23 @@ def _type_names() -> None:
     _spell(plain.Float16OptimizerWithFloat16Params, "__init__")
     for module in (clip_grads, plain):
         _spell(module, "clip_grad_by_total_norm_fp32")
+
+
+def _splits() -> None:
+    """How many tokens go to which expert's rank: numbers once they have been moved off a GPU, and left tensors, which
+    all_to_all does not take, where they were on the CPU already (moe_utils.py 1184).
+    """
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    inner = dispatcher.maybe_move_tensor_to_cpu
+
+    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor):
+            used.add("splits")
+            return tensor.numpy()
+        return inner(tensor, as_numpy, record_stream)
+
+    dispatcher.maybe_move_tensor_to_cpu = moved
 
 
 def _spell(owner: type | ModuleType, name: str) -> None:

@@ -1,7 +1,8 @@
 """From hidden states to logprobs: the ``output_processor`` that GPTModel.forward calls in place of its own head.
 
-Fused, the logits of a pack never exist as a whole (``megarl_kernels.linear_logprob``). Otherwise the model's own output
-layer makes them, in the model's dtype, and ``vocab_parallel_logprob`` reads them.
+Fused, the logits of a pack never exist as a whole (``megarl_kernels.linear_logprob``). Otherwise, and where the head
+computes more than a product, the model's own output layer makes them, in the model's dtype, and
+``vocab_parallel_logprob`` reads them.
 
 Axes: T tokens of a pack on this rank, H hidden size.
 """
@@ -63,9 +64,9 @@ class Question:
         }
 
 
-def describe(parameter: Tensor, kernels: "KernelsConfig") -> str:
+def describe(parameter: Tensor, kernels: "KernelsConfig", *, fusible: bool) -> str:
     """What computes logprobs of a model with such parameters, and why."""
-    name = "linear_logprob" if kernels.fused_head else "vocab_parallel_logprob"
+    name = "linear_logprob" if kernels.fused_head and fusible else "vocab_parallel_logprob"
     backend, reason = pick(name, parameter)
     if kernels.backend != "auto":
         backend, reason = kernels.backend, "kernels.backend"
@@ -86,6 +87,7 @@ def process(
 ) -> LogprobOutput:
     """Answers of the last pipeline stage; the signature is that of Megatron's hook."""
     layer = _checked(output_layer, context.kernels)
+    fusible = context.kernels.fused_head and plain(layer)
     weight: Tensor = layer.weight if output_weight is None else output_weight
     backend = context.kernels.backend
 
@@ -111,23 +113,24 @@ def process(
             **context.shared(),
         )
 
-    paths = (fused, by_logits) if context.kernels.fused_head else (by_logits, fused)
+    paths = (fused, by_logits) if fusible else (by_logits, fused)
     answer = paths[0](hidden_states, weight)
     if context.kernels.compare:
         _compare(paths, hidden_states, weight, answer, context.differences)
     return answer
 
 
-def _checked(layer: torch.nn.Module, kernels: "KernelsConfig") -> Any:
-    """The output layer, where it is nothing but a product with its weight."""
-    if kernels.fused_head or kernels.compare:
-        if type(layer) is not ColumnParallelLinear:
-            raise ValueError(
-                f"kernels.fused_head={kernels.fused_head}, kernels.compare={kernels.compare}: the head of this model "
-                f"is a {type(layer).__name__}, which computes more than hidden @ weight; set both to false"
-            )
-        if kernels.compare and layer.gradient_accumulation_fusion:
-            raise ValueError("kernels.compare=true needs megatron.gradient_accumulation_fusion=false")
+def plain(layer: torch.nn.Module) -> bool:
+    """Is the output layer nothing but a product with its weight? Gemma-2's caps the logits as well."""
+    return type(layer) is ColumnParallelLinear
+
+
+def _checked(layer: Any, kernels: "KernelsConfig") -> Any:
+    """The output layer, where it can do what is asked."""
+    if kernels.compare and not plain(layer):
+        raise ValueError("kernels.compare=true: this model's head caps its logits, so there is one way to compute it")
+    if kernels.compare and layer.gradient_accumulation_fusion:
+        raise ValueError("kernels.compare=true needs megatron.gradient_accumulation_fusion=false")
     return layer
 
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -23,13 +22,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from transformers import AutoConfig, PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megarl.backends.megatron import patches
-from megarl.backends.megatron.spec import Layers, PackedRotary, choose_layers
+from megarl.backends.megatron.attention import PackedRotary
+from megarl.backends.megatron.families import check_rope, family_of
+from megarl.backends.megatron.spec import Layers, choose_layers
 from megarl.settings import AgentConfig, LayoutConfig, OptimizerConfig, did_you_mean
 
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
 # switches of kernels that belong to TransformerEngine, apex or CUDA extensions
 NO_FUSED_KERNELS = {
@@ -39,12 +38,16 @@ NO_FUSED_KERNELS = {
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
     "persist_layer_norm": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
 }
 # provider fields that other settings own
 OWNED = {
     "tensor_model_parallel_size": "layout.tp",
     "pipeline_model_parallel_size": "layout.pp",
     "context_parallel_size": "layout.cp",
+    "expert_model_parallel_size": "layout.ep",
+    "expert_tensor_parallel_size": "layout.tp",
     "sequence_parallel": "layout.sp",
     "virtual_pipeline_model_parallel_size": "nothing: one model chunk per stage",
     "params_dtype": "dtype",
@@ -58,10 +61,13 @@ OWNED = {
 
 def process_groups(layout: LayoutConfig, seed: int = 0) -> ProcessGroupCollection:
     """Megatron's groups over the initialized default group; every later call gets them as an argument."""
+    if layout.cp * layout.dp % layout.ep:
+        raise ValueError(f"layout.ep={layout.ep} does not divide cp * dp = {layout.cp * layout.dp}")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
     )
     model_parallel_cuda_manual_seed(seed)
     return ProcessGroupCollection.use_mpu_process_groups()
@@ -76,6 +82,7 @@ class Model:
     chunk: DistributedDataParallel
     groups: ProcessGroupCollection
     layers: Layers
+    plain_head: bool  # see Family
     dtype: torch.dtype
     vocab_size: int  # true, without padding
 
@@ -116,14 +123,15 @@ def build_model(
 ) -> Model:
     """The agent's model with its weights loaded. Raises ValueError for what it cannot train faithfully."""
     hf = AutoConfig.from_pretrained(agent.model)
-    check_model(hf, agent.layout)
+    family = family_of(hf, agent.layout)
     dtype = getattr(torch, agent.dtype)
     bridge = patches.import_bridge().from_hf_pretrained(agent.model, torch_dtype=dtype)
     provider = bridge.to_megatron_provider(load_weights=False)
-    layers = choose_layers()
+    layers = choose_layers(family.kind)
     if torch.distributed.get_rank() == 0:
         print(f"layer modules: {layers.reason}", flush=True)
-    settings = _settings(hf, agent.layout, dtype, device) | (NO_FUSED_KERNELS if layers.ours else {})
+    settings = _settings(hf, agent.layout, dtype, device) | family.settings(hf)
+    settings |= NO_FUSED_KERNELS if layers.ours else {}
     for name, value in settings.items():
         setattr(provider, name, value)
     provider.transformer_layer_spec = layers.spec
@@ -134,9 +142,11 @@ def build_model(
     provider._pg_collection = groups
     provider.finalize_model_grads_func = _sum_gradients
     inner = provider.provide(pre_process=groups.pp.rank() == 0, post_process=groups.pp.rank() == groups.pp.size() - 1)
-    check_rope(hf, inner.rotary_pos_emb.inv_freq, provider.seq_len_interpolation_factor)
+    family.complete(inner)
+    tables = family.tables(inner.rotary_pos_emb)
+    check_rope(hf, family, tables)
     if layers.ours:
-        inner.rotary_pos_emb = PackedRotary(inner.rotary_pos_emb)
+        inner.rotary_pos_emb = PackedRotary(*tables)
     bridge.load_hf_weights([inner])
     for p in inner.parameters():
         # one bucket per buffer: a tied embedding's own bucket is padded in the buffer but not in the copy that a
@@ -159,6 +169,7 @@ def build_model(
         chunk=chunk,
         groups=groups,
         layers=layers,
+        plain_head=family.plain_head,
         dtype=dtype,
         vocab_size=int(provider.vocab_size),
     )
@@ -169,6 +180,8 @@ def _settings(hf: PretrainedConfig, layout: LayoutConfig, dtype: torch.dtype, de
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.tp,
         "sequence_parallel": layout.sp and layout.tp > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -215,45 +228,6 @@ def apply_overrides(provider: Any, overrides: Mapping[str, object]) -> None:
             hint = did_you_mean(name, known)
             raise ValueError(f"megatron.{name}: {type(provider).__name__} has no such field{hint}")
         setattr(provider, name, value)
-
-
-def check_model(hf: PretrainedConfig, layout: LayoutConfig) -> None:
-    """Raise ValueError where the model is of no supported family, has features the layers lack, or does not divide."""
-    architecture = (hf.architectures or ["?"])[0]
-    if architecture not in FAMILIES:
-        raise ValueError(f"model architecture {architecture} is not one of {', '.join(FAMILIES)}")
-    values = hf.to_dict()
-    if values.get("use_sliding_window"):
-        raise ValueError("use_sliding_window=true: sliding-window attention is not supported")
-    if architecture == "LlamaForCausalLM" and (values.get("attention_bias") or values.get("mlp_bias")):
-        raise ValueError("attention_bias or mlp_bias of a Llama model: Bridge does not load these biases")
-    if architecture == "Qwen3ForCausalLM" and values.get("attention_bias"):
-        raise ValueError("attention_bias of a Qwen3 model: Bridge does not load these biases")
-    if layout.ep > 1:
-        raise ValueError(f"layout.ep={layout.ep}: no family with experts is trained; {', '.join(FAMILIES)} have none")
-    tp, heads, groups = layout.tp, hf.num_attention_heads, hf.num_key_value_heads
-    if heads % tp or hf.intermediate_size % tp or (groups % tp and tp % groups):
-        raise ValueError(
-            f"layout.tp={tp} does not divide the model: {heads} heads, {groups} key/value heads, "
-            f"intermediate size {hf.intermediate_size}"
-        )
-
-
-def check_rope(hf: Any, inverse_frequencies: torch.Tensor, interpolation: float | None) -> None:
-    """Raise ValueError unless Megatron's rotary frequencies are those of transformers.
-
-    Bridge carries the base and a scaling factor over and leaves the rest to constants (Llama 3: 8192 positions, factors
-    1 and 4), so a config with other values would train another model without a word.
-    """
-    theirs = LlamaRotaryEmbedding(hf)
-    ours = inverse_frequencies.double().cpu().numpy() / (interpolation or 1.0)
-    wanted = theirs.inv_freq.double().cpu().numpy()
-    if theirs.attention_scaling == 1.0 and ours.shape == wanted.shape and np.allclose(ours, wanted, rtol=1e-5, atol=0):
-        return
-    raise ValueError(
-        f"rope_parameters={hf.rope_parameters}: Megatron would rotate with other frequencies "
-        f"(lowest {ours[-1]:.6g}, transformers {wanted[-1]:.6g})"
-    )
 
 
 def _sum_gradients(model: list, num_tokens: torch.Tensor | None, **groups: Any) -> None:

@@ -3,7 +3,7 @@
 Axes: S sequences, T tokens of the pack on all context-parallel ranks, of which each holds T / cp.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -36,7 +36,26 @@ class Grid:
     query_cells: torch.Tensor  # int64[n], into sequences * query_length
     key_rows: torch.Tensor  # int64[m], of the T rows in sequence order
     key_cells: torch.Tensor  # int64[m], into sequences * key_length
-    mask: torch.Tensor | None  # bool[sequences, 1, query_length, key_length]; None: the plain causal one
+    at: (
+        torch.Tensor | None
+    )  # int64[sequences, query_length], of each query in its sequence; None: its place in the grid
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # made so far, by window
+
+    def visible(self, window: int | None) -> torch.Tensor | None:
+        """bool[sequences or 1, 1, query_length, key_length]: which keys a query sees, those of the last ``window``
+        tokens, its own included. None: all up to its own, and the queries are in order.
+        """
+        narrow = window is not None and window < self.key_length
+        return self.mask(window) if narrow or self.at is not None else None
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """As ``visible``, written out in every case."""
+        if window not in self.masks:
+            keys = torch.arange(self.key_length, device=self.query_rows.device)
+            at = torch.arange(self.query_length, device=keys.device)[None] if self.at is None else self.at
+            at = at[:, None, :, None]
+            self.masks[window] = keys <= at if window is None else (keys <= at) & (keys > at - window)
+        return self.masks[window]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +92,18 @@ def _grid(
     key_length, query_length = int(lengths.max()), int(held.max())
     query_rows, query_cells = _cells(starts // cp_size, held, query_length)
     key_rows, key_cells = _cells(starts, lengths, key_length)
-    mask = None
+    at = None
     if cp_size > 1:
-        at = np.zeros(len(members) * query_length, np.int64)
-        at[query_cells] = position[query_rows]
-        mask = torch.from_numpy(np.arange(key_length) <= at.reshape(len(members), 1, query_length, 1)).to(device)
+        places = np.zeros(len(members) * query_length, np.int64)
+        places[query_cells] = position[query_rows]
+        at = torch.from_numpy(places.reshape(len(members), query_length)).to(device)
     rows = (torch.from_numpy(a).to(device) for a in (query_rows, query_cells, key_rows, key_cells))
     return Grid(
         sequences=len(members),
         query_length=query_length,
         key_length=key_length,
         **dict(zip(("query_rows", "query_cells", "key_rows", "key_cells"), rows, strict=True)),
-        mask=mask,
+        at=at,
     )
 
 

@@ -54,6 +54,9 @@ def import_bridge() -> Any:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.partition(".")[0] in ROOTS]:
             del sys.modules[name]
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+
+    AutoMapping.register_module_type("OurPostNormRowParallelLinear", "row")  # others of ours it knows by their names
     return AutoBridge
 
 

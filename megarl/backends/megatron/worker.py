@@ -62,10 +62,11 @@ class MegatronWorker:
         self.groups = process_groups(agent.layout)
         self.model = build_model(agent, self.groups, self.device, overrides or {})
         self.optimizer = Optimizer(agent.optimizer, self.model)
-        if dist.get_rank() == 0:
-            print(describe(self.model.parameters()[0], kernels or KernelsConfig()), flush=True)
         self.temperature = temperature
         self.kernels = kernels or KernelsConfig()
+        if dist.get_rank() == 0:
+            parameter = self.model.parameters()[0]
+            print(describe(parameter, self.kernels, fusible=self.model.plain_head), flush=True)
         self._differences = Differences()
         self._reference = [p.detach().cpu().clone() for p in self.model.parameters()] if keep_reference else None
         self._export: Iterator[tuple[str, torch.Tensor]] | None = None
