@@ -136,6 +136,8 @@ def ray(plan, rank, address, where):
         *("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"),
         f"--object-store-memory={plan['object_store_mib'] << 20}",
     ]
+    group = plan["groups"][rank]  # by Ray's label the run knows which agents sit here
+    own += [f"--labels=megarl.io/group={group}"] if group else []
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", *where, *own, *resources]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:

@@ -98,6 +98,7 @@ class RunConfig(Section):
             self._check_agent(name, agent)
             self._check_batch(name, agent)
         self._check_backends()
+        self._check_groups()
         self._check_slots()
         _warn_of_twins(self.agents)
         return self
@@ -200,6 +201,14 @@ class RunConfig(Section):
             raise ValueError(
                 f"reshard.method=planned: the {agent.replicas} x TP{agent.engine.tp} engine ranks of agents.{name} are "
                 f"more than its policy's {agent.layout.world} ranks: use gathered, or smaller engines"
+            )
+
+    def _check_groups(self) -> None:
+        seated = [agent for agents in self.cluster.groups.values() for agent in agents]
+        if seated and sorted(seated) != sorted(self.agents):
+            raise ValueError(
+                f"cluster.groups holds the agents {', '.join(seated)}, the run has {', '.join(self.agents)}: every "
+                "agent is in exactly one group"
             )
 
     def _check_slots(self) -> None:

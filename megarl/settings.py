@@ -302,10 +302,21 @@ class ClusterConfig(Section):
 
     address: str | None = Field(default=None, description="Ray head to join (host:port); null: a cluster of one's own")
     nodes: int = Field(default=1, ge=1, description="nodes of the run")
-    gpus_per_node: int = Field(default=8, ge=1, description="on CPU: process slots per node")
+    gpus_per_node: int = Field(
+        default=8, ge=1, description="on CPU: process slots per node; the largest, where nodes differ"
+    )
+    groups: dict[Name, Annotated[tuple[Name, ...], Field(strict=False)]] = Field(
+        default={},
+        description="group of nodes -> agents that sit there and nowhere else; nodes tell their group by Ray's label "
+        "megarl.io/group. `megarl launch slurm` fills it in for a heterogeneous job",
+    )
     device: Literal["auto", "cuda", "cpu"] = Field(default="auto", description="auto: cuda where there is a GPU")
     start_timeout_s: float = Field(default=60.0, gt=0, description="for nodes to come up and slots to be granted")
     threads_per_rank: int = Field(default=1, ge=1, description="CPU threads of each rank")
+
+    def group_of(self, agent: str) -> str | None:
+        """The group of nodes where an agent sits; None: anywhere."""
+        return next((group for group, agents in self.groups.items() if agent in agents), None)
 
 
 class ViewConfig(Section):

@@ -25,6 +25,7 @@ from megarl.backends.scratch import RANDOM_DIGITS, RAY, Scratch, fresh, sweep
 from megarl.settings import ClusterConfig
 
 Device = Literal["cuda", "cpu"]
+GROUP_LABEL = "megarl.io/group"  # launch/node.py gives it to the nodes of a heterogeneous job
 RESOURCES: dict[Device, str] = {"cuda": "GPU", "cpu": "slot"}  # what Ray calls a slot
 
 # An AF_UNIX path holds 107 bytes, and Ray appends "/session_<date>_<time>_<us>_<pid>/sockets/plasma_store".
@@ -44,6 +45,7 @@ class Node:
     id: str
     address: str
     slots: int
+    group: str | None = None  # of the nodes of one kind, in a job of several kinds
 
     def __str__(self) -> str:
         return f"{self.address}/{self.id[:6]}"
@@ -240,7 +242,12 @@ def _wait_for_nodes(cfg: ClusterConfig, wanted: Device | None) -> tuple[Device, 
         device = wanted or ("cuda" if any(entry["Resources"].get("GPU") for entry in alive) else "cpu")
         resource = RESOURCES[device]
         nodes = [
-            Node(entry["NodeID"], entry["NodeManagerAddress"], int(entry["Resources"].get(resource, 0)))
+            Node(
+                entry["NodeID"],
+                entry["NodeManagerAddress"],
+                int(entry["Resources"].get(resource, 0)),
+                entry["Labels"].get(GROUP_LABEL),
+            )
             for entry in alive
         ]
         nodes.sort(key=lambda node: (node.address, node.id))

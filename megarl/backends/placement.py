@@ -1,7 +1,7 @@
 """Who sits where: disjoint sets of slots for the agents of a cohort."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,14 +43,15 @@ class Placement:
 def place(
     cluster: Cluster, slots_by_agent: Mapping[str, int], *, one_node: Mapping[str, int], timeout_s: float
 ) -> dict[str, Placement]:
-    """Disjoint sets of slots, one bundle per slot, an agent's bundles in rank order.
+    """Disjoint sets of slots, one bundle per slot, an agent's bundles in rank order, on nodes of its own group.
 
     ``one_node[agent]``: an agent that lies across nodes is cut at multiples of this (of every tensor-parallel size of
     its own). Raises ValueError, with wanted against available per node: at once where the nodes are too small, after
     ``timeout_s`` where somebody holds their slots. TimeoutError: a GPU did not answer.
     """
     deadline = time.monotonic() + timeout_s
-    plan_nodes({node: node.slots for node in cluster.nodes}, slots_by_agent, one_node)
+    groups = cluster.config.groups
+    plan_groups({node: node.slots for node in cluster.nodes}, slots_by_agent, one_node, groups)
     chunks_by_agent = _plan_free(cluster, slots_by_agent, one_node, deadline)
     placements: dict[str, Placement] = {}
     for agent, chunks in chunks_by_agent.items():
@@ -96,11 +97,31 @@ def _plan_free(
     """A plan over the slots that are free; those of a job that has just ended take a moment to come back."""
     while True:
         try:
-            return plan_nodes(_free_slots(cluster), slots_by_agent, one_node)
+            return plan_groups(_free_slots(cluster), slots_by_agent, one_node, cluster.config.groups)
         except ValueError:
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.2)
+
+
+def plan_groups(
+    free: Mapping[Node, int],
+    slots_by_agent: Mapping[str, int],
+    one_node: Mapping[str, int],
+    groups: Mapping[str, Sequence[str]],
+) -> dict[str, list[tuple[Node, int]]]:
+    """As ``plan_nodes``, every group of nodes (name -> agents) by itself; without groups all nodes together."""
+    if not groups:
+        return plan_nodes(free, slots_by_agent, one_node)
+    planned: dict[str, list[tuple[Node, int]]] = {}
+    for group, agents in groups.items():
+        own = {agent: slots_by_agent[agent] for agent in agents if agent in slots_by_agent}
+        there = {node: slots for node, slots in free.items() if node.group == group}
+        try:
+            planned |= plan_nodes(there, own, {agent: one_node[agent] for agent in own})
+        except ValueError as error:
+            raise ValueError(f"group {group} of nodes: {error}") from error
+    return {agent: planned[agent] for agent in slots_by_agent}
 
 
 def plan_nodes(

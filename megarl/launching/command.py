@@ -28,18 +28,20 @@ def run(argv: Sequence[str]) -> int:
     args = _parser().parse_intermixed_args(argv)
     if args.resume and args.config_dir:
         raise ValueError("--resume takes the run's own configuration: --config-dir has no place beside it")
-    cfg = resumed(args.resume, args.overrides) if args.resume else compose(args.overrides, args.config_dir)
+    site = load_site(args.site, _changes(args.ask)) if args.where == "slurm" else Site()
+    words = [*args.overrides, *_words_of_groups(site)]
+    nodes = [f"cluster.nodes={sum(group.nodes for group in site.groups.values())}"] if site.groups else []
+    cfg = resumed(args.resume, words + nodes) if args.resume else compose(words + nodes, args.config_dir)
     if args.where == "local":
         return _local(cfg, args)
-    site = load_site(args.site, _changes(args.ask))
     components = components_of(cfg, site)
-    plan = plan_text(cfg, site, components)
+    plan = plan_text(cfg, components)
     run_dir = (args.resume or cfg.run_dir).resolve()
     job = Job(
         name=cfg.name,
         components=components,
         device=cfg.cluster.device,
-        overrides=tuple(args.overrides),
+        overrides=tuple(words),
         work_dir=Path.cwd(),
         log_dir=Path(cfg.output).resolve() / "launch" / cfg.experiment / cfg.name,
         run_dir=run_dir,
@@ -107,42 +109,49 @@ def _is_text(key: str) -> bool:
     return key not in ("cpus_per_node", "exclusive", "form_timeout_s", *_NUMBERS)
 
 
+def _words_of_groups(site: Site) -> list[str]:
+    """What a run is told of nodes that differ: the size of the largest, and who sits where."""
+    if not site.groups:
+        return []
+    seated = ", ".join(f"{name}: [{', '.join(group.agents)}]" for name, group in site.groups.items())
+    largest = max(group.gpus_per_node for group in site.groups.values())
+    return [f"cluster.gpus_per_node={largest}", f"cluster.groups={{{seated}}}"]
+
+
 def components_of(cfg: RunConfig, site: Site) -> tuple[Component, ...]:
-    """What is asked of Slurm: equal nodes, or one component per group. ValueError where an agent has no group."""
+    """What is asked of Slurm: equal nodes, or one component per group."""
     if not site.groups:
         return (Component(nodes=cfg.cluster.nodes, slots=cfg.cluster.gpus_per_node),)
-    seated = [agent for group in site.groups.values() for agent in group.agents]
-    if sorted(seated) != sorted(cfg.agents):
-        raise ValueError(
-            f"groups hold the agents {', '.join(seated)}, the run has {', '.join(cfg.agents)}: every agent is in "
-            "exactly one group"
-        )
     return tuple(
-        Component(nodes=group.nodes, slots=group.gpus_per_node, partition=group.partition, options=group.options)
-        for group in site.groups.values()
+        Component(
+            nodes=group.nodes,
+            slots=group.gpus_per_node,
+            group=name,
+            partition=group.partition,
+            options=group.options,
+        )
+        for name, group in site.groups.items()
     )
 
 
-def plan_text(cfg: RunConfig, site: Site, components: Sequence[Component]) -> str:
+def plan_text(cfg: RunConfig, components: Sequence[Component]) -> str:
     """Which agent sits on which node, by the rule that the run itself follows. ValueError where one does not fit."""
     from megarl.agents import one_node  # here: what is mistyped is refused before torch and Ray are imported
     from megarl.backends.cluster import Node
-    from megarl.backends.placement import plan_nodes
+    from megarl.backends.placement import plan_groups
 
-    parts = [group.agents for group in site.groups.values()] or [tuple(cfg.agents)]
-    lines, first = ["placement"], 0
-    for names, part in zip(parts, components, strict=True):
-        free = {Node(str(n), f"node {n}", part.slots): part.slots for n in range(first, first + part.nodes)}
-        first += part.nodes
-        agents = {name: cfg.agents[name] for name in names}
-        planned = plan_nodes(
-            free,
-            {name: agent.slots for name, agent in agents.items()},
-            {name: one_node(agent) for name, agent in agents.items()},
-        )
-        for name, chunks in planned.items():
-            where = ", ".join(f"{node.address}: {size} of {node.slots} slots" for node, size in chunks)
-            lines.append(f"  {name:15} {where}")
+    nodes = [(part.slots, part.group) for part in components for _ in range(part.nodes)]
+    planned = plan_groups(
+        {Node(str(n), f"node {n}", slots, group): slots for n, (slots, group) in enumerate(nodes)},
+        {name: agent.slots for name, agent in cfg.agents.items()},
+        {name: one_node(agent) for name, agent in cfg.agents.items()},
+        cfg.cluster.groups,
+    )
+    lines = ["placement"]
+    for name, chunks in planned.items():
+        kind = f" ({group})" if (group := cfg.cluster.group_of(name)) else ""
+        where = ", ".join(f"{node.address}{kind}: {size} of {node.slots} slots" for node, size in chunks)
+        lines.append(f"  {name:15} {where}")
     return "\n".join(lines)
 
 
@@ -154,7 +163,7 @@ def _local(cfg: RunConfig, args: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "megarl", "train", *own, *args.overrides]
     if args.dry_run:
         site = Site()
-        print(shlex.join(command), plan_text(cfg, site, components_of(cfg, site)), PORTS, sep="\n")
+        print(shlex.join(command), plan_text(cfg, components_of(cfg, site)), PORTS, sep="\n")
         return 0
     sys.stdout.flush()
     os.execv(command[0], command)  # signals and the exit code are then the run's own

@@ -28,6 +28,7 @@ class Component:
 
     nodes: int
     slots: int
+    group: str | None = None  # its name, in a heterogeneous job
     partition: str | None = None
     options: tuple[str, ...] = ()
 
@@ -72,6 +73,7 @@ def plan_of(job: Job, site: Site) -> dict[str, Any]:
     """What ``launch/supervise.py`` and ``launch/node.py`` are told."""
     return {
         "slots": [part.slots for part in job.components for _ in range(part.nodes)],  # in the order of the step's tasks
+        "groups": [part.group for part in job.components for _ in range(part.nodes)],
         "device": device_of(job.device, site),
         "srun": _srun(job, site.container),
         "inside": _inside(site.container),

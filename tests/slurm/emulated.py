@@ -164,6 +164,11 @@ class Slurm:
         out = self.on(CONTROLLER, "scontrol", "show", "job", job, check=False)
         return next((word.removeprefix("JobState=") for word in out.split() if word.startswith("JobState=")), "")
 
+    def nodes_of(self, job: str) -> list[str]:
+        """Those that a job, or a component of one, has now."""
+        nodes = self.on(CONTROLLER, "squeue", "-h", "-j", job, "-o", "%N").split()[0]
+        return self.on(CONTROLLER, "scontrol", "show", "hostnames", nodes).split()
+
     def crash(self, node: str) -> None:
         """The whole node dies at once."""
         _kill(self._init.pop(node))

@@ -68,13 +68,13 @@ class Launched:
         return int(found[1])
 
 
-def write_experiment(slurm: Slurm, raw: dict) -> None:
-    """``+experiment=tiny`` of the folder conf, and the site's file."""
+def write_experiment(slurm: Slurm, raw: dict, **site: object) -> None:
+    """``+experiment=tiny`` of the folder conf, and the site's file, with changes."""
     folder = slurm.shared / "conf" / "experiment"
     folder.mkdir(parents=True, exist_ok=True)
     body = {key: value for key, value in raw.items() if key != "experiment"}
     (folder / "tiny.yaml").write_text("# @package _global_\n" + yaml.safe_dump(body))
-    (slurm.shared / "site.yaml").write_text(yaml.safe_dump(SITE))
+    (slurm.shared / "site.yaml").write_text(yaml.safe_dump(SITE | site))
 
 
 def launch(slurm: Slurm, name: str, *words: str) -> Launched:

@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.backends.cluster import Node
-from megarl.backends.placement import plan_nodes
+from megarl.backends.placement import plan_groups, plan_nodes
 
 A, B = Node("a" * 8, "10.0.0.1", 8), Node("b" * 8, "10.0.0.2", 8)
 
@@ -55,3 +55,15 @@ def test_cuts_suit_policy_and_engine():
     twelve = {Node("c" * 8, "10.0.0.3", 12): 12, Node("d" * 8, "10.0.0.4", 12): 12}
     assert [size for _, size in plan_nodes(twelve, {"big": 24}, {"big": 12})["big"]] == [12, 12]
     assert plan_nodes({A: 8, B: 8}, {"whole": 8}, {"whole": 12}) == {"whole": [(A, 8)]}
+
+
+def test_a_group_of_nodes_is_its_agents_alone() -> None:
+    """The agent that would choose first sits on the small nodes, because it was told to."""
+    big, small = Node("1" * 32, "a", 8, "big"), [Node(str(n) * 32, "b", 2, "small") for n in (2, 3)]
+    free = {big: 8, small[0]: 2, small[1]: 2}
+    plan = plan_groups(free, {"x": 4, "y": 2}, {"x": 2, "y": 1}, {"small": ["x"], "big": ["y"]})
+    assert plan == {"x": [(small[0], 2), (small[1], 2)], "y": [(big, 2)]}
+    with pytest.raises(ValueError, match="group small of nodes: agent x: 6 slots wanted"):
+        plan_groups(free, {"x": 6, "y": 2}, {"x": 2, "y": 1}, {"small": ["x"], "big": ["y"]})
+    with pytest.raises(ValueError, match=r"group huge of nodes: agent x: .*available 0 \(no node\)"):
+        plan_groups(free, {"x": 1}, {"x": 1}, {"huge": ["x"]})
