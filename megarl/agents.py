@@ -5,6 +5,7 @@ engine there samples or holds the memory to sample with; only a reshard has the 
 step leaves them: policy loaded, engine asleep.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.backends.cluster import Device, connect
+from megarl.backends.cluster import Device, WorkerLost, connect
 from megarl.backends.megatron.policy import MegatronPolicy, make_worker
 from megarl.backends.placement import Placement, place
 from megarl.backends.planned import PlannedReshard
@@ -33,6 +34,8 @@ from megarl.schedule import learning_rate
 from megarl.settings import AgentConfig, LossConfig, SamplingConfig
 from megarl.types import Metrics, Need, Prompt, Rollout, RolloutKey, Sample, Seed, TokenStats
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Agent:
@@ -49,6 +52,7 @@ class Agent:
     max_prompt_tokens: int  # of any turn
     loss: LossConfig  # with the agent's own KL coefficient
     device: Device
+    bucket_bytes: int  # of a refit
     planned: PlannedReshard | None = None  # reshard.method=planned
 
     def needs(self, asked: frozenset[Need]) -> frozenset[Need]:
@@ -115,10 +119,36 @@ def generate(agents: Agents, prompts: Sequence[Prompt], seed: Seed, seconds: Met
     """Rollouts of all prompts, each by the agent it is addressed to."""
 
     def ask(agent: Agent) -> list[Rollout]:
-        return agent.engine.generate([p for p in prompts if agent.answers_to(p.agent)], seed, agent.sampling)
+        own = [p for p in prompts if agent.answers_to(p.agent)]
+        for _ in range(agent.config.engine.restarts):
+            try:
+                return agent.engine.generate(own, seed, agent.sampling)
+            except WorkerLost as lost:
+                log.warning("%s\nagent %s: its engine is started again, its rollouts drawn again", lost, agent.name)
+                key = f"agent/{agent.name}/engine/restarts"
+                seconds[key] = seconds.get(key, 0.0) + 1
+                revive(agent)
+        return agent.engine.generate(own, seed, agent.sampling)
 
     answered = each(agents, ask, seconds, "generate")
     return [rollout for name in agents for rollout in answered[name]]
+
+
+def revive(agent: Agent) -> None:
+    """A new engine in place of one that died while it had the GPUs, awake and with the policy's present weights: from
+    the same seeds it draws the same rollouts. The policy comes back for the refit alone.
+    """
+    assert isinstance(agent.engine, VllmEngine)  # no other engine is another process
+    agent.engine.restart()
+    agent.engine.sleep()
+    agent.policy.onload()
+    if agent.planned is not None:
+        agent.planned.reopen()
+        agent.planned(agent.policy.version)
+    else:
+        reshard(agent.policy, agent.engine, agent.policy.version, agent.bucket_bytes)
+    agent.policy.offload()
+    agent.engine.wake()
 
 
 def seats(agents: Agents) -> dict[str, Seat]:
@@ -269,6 +299,7 @@ def _build(name: str, cfg: RunConfig, chat: Chat, placement: Placement | None, s
         max_prompt_tokens=cfg.max_prompt_tokens,
         loss=cfg.loss.model_copy(update={"kl_coef": cfg.kl_coef(name)}),
         device=placement.cluster.device if placement else "cpu",
+        bucket_bytes=cfg.reshard.bucket_bytes,
         planned=_plan_refits(cfg, agent, policy, engine, placement),
     )
 

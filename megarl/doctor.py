@@ -44,14 +44,23 @@ class Finding:
     found: str
     verdict: Verdict
     advice: str = ""
+    alike: bool = False  # the same on all nodes of a job, or the job is in trouble
 
 
 def run(argv: Sequence[str]) -> int:
     """0: nothing fails; 1: something does."""
     parser = argparse.ArgumentParser(prog="megarl doctor", description="is this machine fit to train on?")
     parser.add_argument("--json", action="store_true", help="findings as a list of objects")
+    parser.add_argument("--nodes", action="store_true", help="on every node of this Slurm allocation, compared")
+    parser.add_argument("--line", action="store_true", help=argparse.SUPPRESS)  # what --nodes asks of each node
     args = parser.parse_args(argv)
-    findings = list(examine(os.environ))
+    if args.nodes:
+        findings = doctor_nodes.compare(doctor_nodes.ask_nodes())
+    else:
+        findings = list(examine(os.environ))
+    if args.line:
+        print(doctor_nodes.line(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), findings))
+        return 0
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:

@@ -250,6 +250,9 @@ class EngineConfig(Section):
     max_sequences: int = Field(default=256, ge=1, description="responses in flight per replica")
     memory_share: float = Field(default=0.6, gt=0, le=1, description="of GPU memory, while rolling out")
     kv_cache_gib: float = Field(default=1.0, gt=0, description="on CPU, where no share can be taken")
+    restarts: int = Field(
+        default=2, ge=0, description="times that an engine which dies over a step's rollouts is started again"
+    )
     replay: str | None = Field(default=None, description="run directory whose rollouts are served again")
 
     @model_validator(mode="after")
@@ -312,6 +315,11 @@ class ClusterConfig(Section):
     )
     device: Literal["auto", "cuda", "cpu"] = Field(default="auto", description="auto: cuda where there is a GPU")
     start_timeout_s: float = Field(default=60.0, gt=0, description="for nodes to come up and slots to be granted")
+    call_timeout_s: float = Field(
+        default=7200.0,
+        gt=0,
+        description="for one agent's part of a phase: beyond that it is hung, and the run ends",
+    )
     threads_per_rank: int = Field(default=1, ge=1, description="CPU threads of each rank")
 
     def group_of(self, agent: str) -> str | None:

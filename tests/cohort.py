@@ -5,6 +5,11 @@ import subprocess
 import time
 from pathlib import Path
 
+from megarl.agents import Agent
+from megarl.backends.protocols import Engine, Policy
+from megarl.chat import Chat
+from megarl.deck import Seat
+from megarl.settings import AgentConfig, LossConfig, SamplingConfig
 from tests import tiny
 
 
@@ -49,6 +54,25 @@ def raw(folder: Path, **changes) -> dict:
         "cluster": {"gpus_per_node": 8},
     }
     return changed(run, changes)
+
+
+def agent(name: str, policy: Policy | None, engine: Engine | None, chat: Chat | None = None, **changes) -> Agent:
+    """An agent of parts that are there already."""
+    whole = {
+        "name": name,
+        "config": AgentConfig(model=f"none/{name}"),
+        "chat": chat,
+        "policy": policy,
+        "engine": engine,
+        "sampling": SamplingConfig(),
+        "seat": Seat("original", 2),
+        "seats": {name: Seat("original", 2)},
+        "max_prompt_tokens": 40,
+        "loss": LossConfig(),
+        "device": "cpu",
+        "bucket_bytes": 1 << 20,
+    }
+    return Agent(**{**whole, **changes})
 
 
 def changed(run: dict, changes: dict) -> dict:

@@ -3,12 +3,13 @@
 import faulthandler
 import os
 import random
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ class Host:
         os.environ.update(env)
         self._worker: Any = None
 
-    def where(self) -> tuple[str, int]:
-        """Address of this node, and a port on it that was free a moment ago."""
-        return ray.util.get_node_ip_address(), free_port()
+    def where(self) -> tuple[str, int, int]:
+        """Address of this node, a port on it that was free a moment ago, and this process there."""
+        return ray.util.get_node_ip_address(), free_port(), os.getpid()
 
     def build(self, cls: Callable[..., Any], kwargs: Mapping[str, Any], env: Mapping[str, str]) -> None:
         os.environ.update(env)
@@ -45,6 +46,13 @@ class Host:
 def gpu_ids() -> list[str]:
     """The GPUs that Ray has given to the task that asks, as CUDA_VISIBLE_DEVICES spells them."""
     return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+
+def dump_stacks(pid: int) -> None:
+    """Let a Host on this node write the stacks of its threads into its log; whatever it is doing, it will."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR2)
+        time.sleep(1.0)  # the signal is taken between two instructions of Python, or at once in a system call
 
 
 def _end_with_parent() -> None:
@@ -70,6 +78,7 @@ def _redirect_output(log_file: Path) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - it lives as long as the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(sys.stderr)
+    faulthandler.register(signal.SIGUSR2, sys.stderr, all_threads=True)
 
 
 def free_port() -> int:

@@ -94,6 +94,12 @@ class PlannedReshard:
         if self._due:
             self._probe.remember()
 
+    def reopen(self) -> None:
+        """The engine was started again: record it anew. Raises ValueError where it has become another one."""
+        if self._engine.layout(self._layout.tensors) != self._layout:
+            raise ValueError("the engine that was started again holds its weights in another layout")
+        self._refits = 0
+
     def verify(self) -> None:
         """Hold the engine, as the last verified refit has left it, against the policy as it is now.
 

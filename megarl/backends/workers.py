@@ -1,4 +1,8 @@
-"""Groups of named workers on an agent's slots. Worker classes are plain classes that know nothing of Ray."""
+"""Groups of named workers on an agent's slots. Worker classes are plain classes that know nothing of Ray.
+
+A call that takes longer than ``cluster.call_timeout_s`` is taken for hung: every late rank writes the stacks of its
+threads into its log, and the run ends with their names.
+"""
 
 import logging
 import os
@@ -8,18 +12,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megarl.backends.cluster import Cluster, WorkerLost
-from megarl.backends.host import Host
+from megarl.backends.host import Host, dump_stacks
 from megarl.backends.placement import Bundle, Placement, in_bundle
 
 log = logging.getLogger(__name__)
 
 LOG_TAIL_LINES = 20
+STACK_LINES = 60
+STACKS_WITHIN_S = 20.0
+LOOK_S = 10.0  # between looks at whether the nodes of those who are waited for are still there
 PORT_ATTEMPTS = 3
 
 
@@ -52,6 +59,7 @@ class WorkerGroup:
         self._cluster = placement.cluster
         self._seats = placement.seats(self.world, slots_per_rank)
         self._actors: list[Any] = []
+        self._pids: list[int] = []
         for attempt in range(PORT_ATTEMPTS):
             try:
                 self._start(cls, kwargs, env or {}, owns_slots, build_timeout_s)
@@ -131,7 +139,8 @@ class WorkerGroup:
         # on a busy machine importing Ray alone takes a while: the longer of the two deadlines
         start_s = max(build_timeout_s, cluster.config.start_timeout_s)
         found = self._gather([actor.where.remote() for actor in self._actors], "its start", start_s)
-        address, port = found[0]
+        address, port, _ = found[0]
+        self._pids = [pid for _, _, pid in found]
         self._gather(
             [
                 actor.build.remote(
@@ -152,22 +161,23 @@ class WorkerGroup:
 
     def _gather(self, refs: list[Any], doing: str, timeout_s: float | None) -> list[Any]:
         """Results in rank order; a failure ends the wait, and the dead are blamed before those they took along."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        limit_s = self._cluster.config.call_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
         ranks = {ref: rank for rank, ref in enumerate(refs)}
         results: list[Any] = [None] * len(refs)
         failures: dict[int, RayError] = {}
         pending = list(refs)
         while pending:
-            wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done, pending = ray.wait(pending, num_returns=1, timeout=wait_s)
+            left_s = max(0.0, deadline - time.monotonic())
+            done, pending = ray.wait(pending, num_returns=1, timeout=min(left_s, LOOK_S))
             if not done:
+                late = [ranks[ref] for ref in pending]
+                if left_s > LOOK_S:
+                    self._check_nodes(late, doing)
+                    continue
                 if failures:
                     break
-                late = ", ".join(str(ranks[ref]) for ref in pending)
-                raise TimeoutError(
-                    f"{self.name}: rank {late} did not finish {doing} within {timeout_s:g} s; "
-                    f"see {self.log_file(ranks[pending[0]])}{_tail(self.log_file(ranks[pending[0]]))}"
-                )
+                self._raise_late(late, doing, limit_s)
             rank = ranks[done[0]]
             try:
                 results[rank] = ray.get(done[0])
@@ -176,10 +186,30 @@ class WorkerGroup:
                 if not isinstance(error, RayTaskError):
                     break
                 # a peer's death shows first as a broken connection in the survivors: give the news time to arrive
-                deadline = min(deadline or time.monotonic() + 3.0, time.monotonic() + 3.0)
+                deadline = min(deadline, time.monotonic() + 3.0)
         if failures:
             self._raise_first(failures, doing)
         return results
+
+    def _check_nodes(self, ranks: Sequence[int], doing: str) -> None:
+        """WorkerLost where a node has left the cluster: what is asked to start there would wait for ever."""
+        alive = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
+        for rank in ranks:
+            if (node := self._seats[rank][0].node).id not in alive:
+                raise WorkerLost(f"{self.name} rank {rank} of {self.world}: node {node} was lost during {doing}")
+
+    def _raise_late(self, ranks: Sequence[int], doing: str, limit_s: float) -> NoReturn:
+        """TimeoutError, after the ranks have written down where they are."""
+        if self._pids:
+            asked = [
+                in_bundle(dump_stacks, self._seats[rank][0], num_cpus=0).remote(self._pids[rank]) for rank in ranks
+            ]
+            ray.wait(asked, num_returns=len(asked), timeout=STACKS_WITHIN_S)
+        late, log_file = ", ".join(str(rank) for rank in ranks), self.log_file(ranks[0])
+        raise TimeoutError(
+            f"{self.name}: rank {late} did not finish {doing} within {limit_s:g} s; "
+            f"see {log_file}{_tail(log_file, STACK_LINES if self._pids else LOG_TAIL_LINES)}"
+        )
 
     def _raise_first(self, failures: Mapping[int, RayError], doing: str) -> None:
         for rank, error in failures.items():
@@ -251,8 +281,8 @@ def _is_bind_race(error: BaseException) -> bool:
     return "EADDRINUSE" in text or "ddress already in use" in text
 
 
-def _tail(log_file: Path) -> str:
+def _tail(log_file: Path, count: int = LOG_TAIL_LINES) -> str:
     if not log_file.exists():
         return "\n(the log file is not visible from the driver's node)"
-    lines = log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    lines = log_file.read_text(errors="replace").splitlines()[-count:]
     return "".join(f"\n  | {line}" for line in lines)

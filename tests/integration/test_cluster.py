@@ -1,6 +1,7 @@
 """Placement and worker groups on a real Ray cluster of our own, on CPU."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -191,10 +192,12 @@ def test_a_worker_that_does_not_get_ready(placements):
         WorkerGroup(placements["bob"], "bob/policy", Clerk, [{"hang": True}], build_timeout_s=0.5)
 
 
-def test_a_call_has_a_deadline_where_one_is_given(placements, caplog):
+def test_what_hangs_is_named_and_says_where(cluster, placements, caplog, monkeypatch):
     group = WorkerGroup(placements["bob"], "bob/policy", Clerk, [{}])
-    with pytest.raises(TimeoutError, match=r"rank 0 did not finish slowly\(\) within 0.5 s"):
-        group.call_all("slowly", timeout_s=0.5)
+    monkeypatch.setattr(cluster, "config", cluster.config.model_copy(update={"call_timeout_s": 0.5}))
+    with pytest.raises(TimeoutError, match=r"rank 0 did not finish slowly\(\) within 0.5 s") as caught:
+        group.call_all("slowly")
+    assert re.search(r'test_cluster.py", line \d+ in slowly', str(caught.value))  # the stack, of its log
     group.close(farewell="say", timeout_s=0.1)
     assert "bob/policy: 1 ranks did not finish say() in 0.1 s" in caplog.text
 

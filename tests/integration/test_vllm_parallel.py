@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import threading
 import time
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ import ray
 from safetensors.torch import load_file, save_file
 
 import megarl.backends.shards.training
+from megarl.agents import generate
 from megarl.backends.cluster import WorkerLost, connect
 from megarl.backends.fingerprints import RefitMismatch
 from megarl.backends.megatron.policy import MegatronPolicy
@@ -33,7 +35,7 @@ from megarl.settings import (
     SamplingConfig,
 )
 from megarl.types import Seed
-from tests import tiny
+from tests import cohort, tiny
 from tests import vllm_engines as ve
 from tests.megatron.ranks import LocalRanks
 
@@ -360,6 +362,46 @@ def test_closing_leaves_no_process(engines):
     assert len(children) >= 2
     engines["bob"].close()
     assert gone([actor, *children])
+
+
+class Weights(ve.Weights):
+    """A policy, as far as ``revive`` is concerned."""
+
+    version = 4
+
+    def onload(self):
+        assert not self.here, "loaded twice"
+        self.here = True
+
+    def offload(self):
+        self.here = False
+
+    here = False
+
+
+def test_an_engine_that_dies_over_its_rollouts_draws_the_same_again(engines):
+    """A rank of it, in the middle of the work: the actor follows, all is started again under the policy's weights."""
+    model = ve.random_model("qwen2", seed=3)
+    policy, engine = Weights(model), engines["ann"]
+    reshard(policy, engine, policy.version, ve.BUCKET)
+    long = SamplingConfig(max_tokens=60)
+    agent = cohort.agent("ann", policy, engine, sampling=long, bucket_bytes=ve.BUCKET)
+    asked, seconds = ve.prompts(n=8), {}
+    before = generate({"ann": agent}, asked, SEED, seconds)
+    actor, children = processes(engine)
+
+    def kill():
+        time.sleep(0.3)
+        os.kill(max(child.pid for child in children), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    after = generate({"ann": agent}, asked, SEED, seconds)
+    killer.join()
+    assert seconds["agent/ann/engine/restarts"] == 1 and not policy.here
+    assert gone([actor, *children])
+    assert {r.version for r in after} == {policy.version}
+    assert [r.token_ids.tolist() for r in after] == [r.token_ids.tolist() for r in before]
 
 
 def test_a_killed_engine_takes_its_ranks_along_and_is_named(engines):

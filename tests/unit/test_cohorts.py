@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.agents import Agent, fitting, seats
+from megarl.agents import fitting, seats
 from megarl.algos import AnyAlgorithm
 from megarl.algos.common import tally
 from megarl.algos.corewarding import CoRewarding
@@ -16,7 +16,7 @@ from megarl.algos.coverrl import Requests, verify_prompt
 from megarl.chat import open_chat
 from megarl.config import validate
 from megarl.deck import Seat, open_deck
-from megarl.settings import AgentConfig, BatchConfig, DataConfig, LossConfig, SamplingConfig
+from megarl.settings import BatchConfig, DataConfig
 from tests import cohort, tiny
 from tests.unit.records import rollouts
 
@@ -164,19 +164,7 @@ def test_options_reach_the_chat_template(tmp_path):
 
 def test_follow_ups_that_are_too_long_are_counted_and_not_asked(tmp_path):
     chat = open_chat(str(tiny.write(tmp_path / "m", "qwen2", num_hidden_layers=1)))
-    agent = Agent(
-        name="one",
-        config=AgentConfig(model="none/one"),
-        chat=chat,
-        policy=None,  # neither is asked
-        engine=None,
-        sampling=SamplingConfig(),
-        seat=Seat("original", 2),
-        seats={"plain": Seat("original", 2)},
-        max_prompt_tokens=40,
-        loss=LossConfig(),
-        device="cpu",
-    )
+    agent = cohort.agent("one", None, None, chat, seats={"plain": Seat("original", 2)})  # neither is asked
     agents = {"one": agent}
     assert list(seats(agents)) == ["plain"]
     short, long_ = rollouts("plain", "q", ["7", "8"], text="7")

@@ -1,6 +1,7 @@
 """The driver's handle on an agent's vLLM engine: its replicas, their share of the work, and their phases."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -51,7 +52,8 @@ class VllmEngine:
             "stop_ids": chat.stop_ids,
             "overrides": dict(overrides),
         }
-        self._workers = WorkerGroup(
+        self._start = partial(
+            WorkerGroup,
             placement,
             f"{name}/engine",
             VllmWorker,
@@ -60,6 +62,14 @@ class VllmEngine:
             env=process_env(placement.cluster.device),
             owns_slots=False,
         )
+        self._workers = self._start()
+
+    def restart(self) -> None:
+        """New processes in place of all replicas', awake and without weights; nothing is asked of the old ones."""
+        self.version = -1
+        self._phase = EnginePhase()
+        self._workers.close()
+        self._workers = self._start()
 
     def generate(self, prompts: Sequence[Prompt], seed: Seed, sampling: SamplingConfig) -> list[Rollout]:
         """``n`` rollouts of every prompt, in prompt order then index order; one seed each, so that neither the order of

@@ -93,6 +93,10 @@ class VllmWorker:
             )
         )
 
+        # without one of its ranks an engine can do nothing, and must not look as if it lived
+        if config.tp > 1:
+            self._llm.llm_engine.model_executor.register_failure_callback(lambda: os._exit(1))
+
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
         """One response per request, in order; every request draws from its own seed."""
         from vllm import SamplingParams, TokensPrompt
