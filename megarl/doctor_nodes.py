@@ -65,7 +65,7 @@ def compare(nodes: Mapping[str, Sequence[Finding]]) -> list[Finding]:
         found = next(iter(by_value))
         if len(by_value) > 1:
             found = "; ".join(f"{value} on {', '.join(names)}" for value, names in by_value.items())
-        worst = max((finding.verdict for finding in there), key=_WORST.index)
+        worst = _WORST[max(_WORST.index(finding.verdict) for finding in there)]
         advice = " / ".join(dict.fromkeys(finding.advice for finding in there if finding.advice))
         if len(by_value) > 1 and there[0].alike:
             worst, advice = "fail", f"not the same on all nodes {advice}".strip()

@@ -5,6 +5,8 @@ undone.
 """
 
 import importlib.metadata
+import json
+import shlex
 import time
 from pathlib import Path
 
@@ -48,8 +50,15 @@ def test_another_version_of_a_package(slurm, tmp_path):
     slurm.on("n2", "mount", "--bind", str(other), str(metadata))
     try:
         said = failed(slurm, "versions")
+        doctor = [jobs.SITE["python"], "-m", "megarl", "doctor", "--nodes", "--json"]
+        job = slurm.on(CONTROLLER, "sbatch", "-N3", "--wait", "-odoctor.out", "--wrap", shlex.join(doctor), check=False)
     finally:
         slurm.on("n2", "umount", str(metadata))
+    table = (slurm.shared / "doctor.out").read_text()
+    found = {row["what"]: row for row in json.loads(table[table.index("[\n") :])}
+    assert found["ray"]["verdict"] == "fail", job
+    assert found["ray"]["found"] == f"{here} on n0, n1; 2.59.0 on n2"
+    assert found["torch"]["verdict"] == "ok" and " on " not in found["torch"]["found"]
     assert f"ray is not the same everywhere: {here} on n0 and n1, 2.59.0 on n2" in said
 
 
