@@ -119,12 +119,7 @@ class Slurm:
         self._boot(CONTROLLER, ["/usr/sbin/slurmctld", *daemon])
         for name in self.names:
             self.boot(name)
-        deadline = time.monotonic() + 60
-        while self.idle() != sorted(self.names):
-            if time.monotonic() > deadline:
-                logs = [line for f in (self.state / "log").iterdir() for line in f.read_text().splitlines()[-5:]]
-                raise RuntimeError("\n".join([f"only {self.idle()} of {self.names} are idle", *logs]))
-            time.sleep(0.2)
+        self.until_idle()
 
     def stop(self) -> None:
         """Everything ends and goes; safe to call twice."""
@@ -159,6 +154,15 @@ class Slurm:
     def idle(self) -> list[str]:
         return sorted(set(self.on(CONTROLLER, "sinfo", "-hN", "-t", "idle", "-o", "%N", check=False).split()))
 
+    def until_idle(self, seconds: float = 60) -> None:
+        """RuntimeError with the end of the logs where a node does not get there."""
+        deadline = time.monotonic() + seconds
+        while self.idle() != sorted(self.names):
+            if time.monotonic() > deadline:
+                logs = [line for f in (self.state / "log").iterdir() for line in f.read_text().splitlines()[-5:]]
+                raise RuntimeError("\n".join([f"only {self.idle()} of {self.names} are idle", *logs]))
+            time.sleep(0.2)
+
     def state_of(self, job: str) -> str:
         """RUNNING, COMPLETED, FAILED, ... of a job; "" where Slurm did not answer."""
         out = self.on(CONTROLLER, "scontrol", "show", "job", job, check=False)
@@ -176,6 +180,10 @@ class Slurm:
     def cut(self, node: str) -> None:
         """The node lives on, and nobody can reach it."""
         self._ip("-n", self._space(node), "link", "set", "eth0", "down")
+
+    def heal(self, node: str) -> None:
+        """Undo ``cut``."""
+        self._ip("-n", self._space(node), "link", "set", "eth0", "up")
 
     def boot(self, node: str) -> None:
         self._boot(node, ["/usr/sbin/slurmd", "-D", "-N", node, "-f", f"{self.state}/slurm.conf"])

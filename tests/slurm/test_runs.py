@@ -82,6 +82,20 @@ def test_a_node_that_dies_is_replaced(uninterrupted, slurm):
     assert same(job, uninterrupted)
 
 
+def test_a_node_that_is_cut_off_is_replaced(uninterrupted, slurm):
+    """Its ranks live on and wait for the others; the job resumes without them."""
+    job = jobs.launch(slurm, "cut", "checkpoint.every_steps=2")
+    job.until(lambda: job.rows() >= 4, "four steps")
+    slurm.cut("n1")
+    try:
+        assert job.end(300) == "COMPLETED", job.said
+    finally:
+        slurm.heal("n1")
+    assert "n0, n2, n3 are fit" in job.said
+    assert same(job, uninterrupted)
+    slurm.until_idle()
+
+
 def test_a_heterogeneous_job_puts_each_agent_on_its_group(plain, slurm):
     """Left to itself ann would take the node that holds it whole; its group is two nodes of one slot."""
     groups = {"small": {"agents": ["ann"], "nodes": 2, "gpus_per_node": 1}}
@@ -96,6 +110,28 @@ def test_a_heterogeneous_job_puts_each_agent_on_its_group(plain, slurm):
     assert [ranks[name] for name in big] == ["2"] and [ranks[name] for name in small] == ["1", "1"], ranks
     assert len(read_metrics(job.run_dir)) >= 4
     check_alike(plain, job)
+
+
+def test_a_run_that_is_cut_off_does_not_write_any_more(slurm):
+    """Driver, policies and engines are one process on one node: nothing stops it when its network goes but the fence."""
+    jobs.write_experiment(slurm, cohort.raw(slurm.shared, **{"cluster": {"gpus_per_node": 2}}, steps=100_000))
+    job = jobs.launch(slurm, "fence", "checkpoint.every_steps=2", "checkpoint.keep=1")
+    job.until(lambda: job.rows() >= 4, "four steps")
+    (node,) = slurm.nodes_of(job.number)
+    slurm.cut(node)
+    try:
+        job.until(lambda: slurm.on(node, "pgrep", "-fc", "megarl train", check=False).strip() == "0", "the end", 150)
+        owner = json.loads((job.run_dir / ".owner").read_text())
+        assert owner["try"] == f"{job.number}.1" and owner["host"] != node
+        assert "was taken over by" in job.said
+        seen = job.rows()
+        job.until(lambda: job.rows() > seen + 2, "steps of the second try")
+        steps = [row["step"] for row in read_metrics(job.run_dir)]
+        assert steps == list(range(len(steps)))  # none twice, none left out
+    finally:
+        slurm.heal(node)
+        slurm.on(CONTROLLER, "scancel", job.number)
+    slurm.until_idle()
 
 
 def test_the_checkpoint_lands_before_the_time_limit(slurm):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import multiprocessing.connection
 import os
 import struct
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,9 @@ STOPS: dict[str, Stop] = {
     "error": "abort",
     "repetition": "abort",
 }
+
+
+RANK_GONE_S = 1.0  # a survivor notices the broken connection before the death is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +97,7 @@ class VllmWorker:
             )
         )
 
-        # without one of its ranks an engine can do nothing, and must not look as if it lived
-        if config.tp > 1:
-            self._llm.llm_engine.model_executor.register_failure_callback(lambda: os._exit(1))
+        self._ranks = [each.proc for each in self._llm.llm_engine.model_executor.workers] if config.tp > 1 else []
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
         """One response per request, in order; every request draws from its own seed."""
@@ -119,7 +121,11 @@ class VllmWorker:
             for request in requests
         ]
         prompts = [TokensPrompt(prompt_token_ids=request.prompt_ids.tolist()) for request in requests]
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        try:
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        except Exception:  # whatever the survivors call it
+            self._end_with_its_ranks()
+            raise
         return [_response(output.outputs[0]) for output in outputs]
 
     def score(self, prompt_ids: np.ndarray, token_ids: np.ndarray, temperature: float) -> np.ndarray:
@@ -144,6 +150,12 @@ class VllmWorker:
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         tables = [table for output in outputs for table in output.outputs[0].logprobs or ()]
         return sampled_logprobs(token_ids.tolist(), tables)
+
+    def _end_with_its_ranks(self) -> None:
+        """Without one of its ranks an engine can do nothing, and must not look as if it had made a mistake."""
+        if multiprocessing.connection.wait([rank.sentinel for rank in self._ranks], timeout=RANK_GONE_S):
+            print("a rank of this engine died: it ends", flush=True)
+            os._exit(1)
 
     def begin_refit(self) -> None:
         self._take_back("weights")
