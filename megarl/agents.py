@@ -124,19 +124,21 @@ def generate(agents: Agents, prompts: Sequence[Prompt], seed: Seed, seconds: Met
             try:
                 return agent.engine.generate(own, seed, agent.sampling)
             except WorkerLost as lost:
-                log.warning("%s\nagent %s: its engine is started again, its rollouts drawn again", lost, agent.name)
-                key = f"agent/{agent.name}/engine/restarts"
-                seconds[key] = seconds.get(key, 0.0) + 1
-                revive(agent)
+                say_restarted(agent, lost, seconds)
+                replace_engine(agent)
+                agent.policy.offload()
+                agent.engine.wake()
+                if agent.planned is not None:
+                    agent.planned.awake()
         return agent.engine.generate(own, seed, agent.sampling)
 
     answered = each(agents, ask, seconds, "generate")
     return [rollout for name in agents for rollout in answered[name]]
 
 
-def revive(agent: Agent) -> None:
-    """A new engine in place of one that died while it had the GPUs, awake and with the policy's present weights: from
-    the same seeds it draws the same rollouts. The policy comes back for the refit alone.
+def replace_engine(agent: Agent) -> Metrics:
+    """New processes in place of an engine's that died, with the policy's present weights: from the same seeds they draw
+    the same rollouts. The policy is away before and on its GPUs after, as a reshard leaves both.
     """
     assert isinstance(agent.engine, VllmEngine)  # no other engine is another process
     agent.engine.restart()
@@ -144,11 +146,13 @@ def revive(agent: Agent) -> None:
     agent.policy.onload()
     if agent.planned is not None:
         agent.planned.reopen()
-        agent.planned(agent.policy.version)
-    else:
-        reshard(agent.policy, agent.engine, agent.policy.version, agent.bucket_bytes)
-    agent.policy.offload()
-    agent.engine.wake()
+    return refit(agent, agent.policy.version)
+
+
+def say_restarted(agent: Agent, lost: WorkerLost, seconds: Metrics) -> None:
+    log.warning("%s\nagent %s: its engine is started again", lost, agent.name)
+    key = f"agent/{agent.name}/engine/restarts"
+    seconds[key] = seconds.get(key, 0.0) + 1
 
 
 def seats(agents: Agents) -> dict[str, Seat]:
@@ -216,8 +220,8 @@ def learning_rates(agent: AgentConfig, step: int, cfg: RunConfig, updates: int) 
     return [learning_rate(optimizer, step * updates + k, cfg.steps * updates) for k in range(updates)]
 
 
-def reshard_all(agents: Agents, version: int, bucket_bytes: int, seconds: Metrics) -> dict[str, Metrics]:
-    """Every policy's weights into its own engine.
+def reshard_all(agents: Agents, version: int, seconds: Metrics) -> dict[str, Metrics]:
+    """Every policy's weights into its own engine; an engine that has died since is started again.
 
     Raises ValueError where a policy has not seen ``version`` updates, as with a checkpoint put together by hand.
     """
@@ -227,11 +231,23 @@ def reshard_all(agents: Agents, version: int, bucket_bytes: int, seconds: Metric
             raise ValueError(
                 f"agent {agent.name}: its policy has seen {agent.policy.version} updates where {version} steps are done"
             )
-        if agent.planned is not None:
-            return agent.planned(version)
-        return reshard(agent.policy, agent.engine, version, bucket_bytes)
+        try:
+            return refit(agent, version)
+        except WorkerLost as lost:
+            if lost.group != f"{agent.name}/engine" or not agent.config.engine.restarts:
+                raise
+            say_restarted(agent, lost, seconds)
+            agent.policy.offload()
+            return replace_engine(agent)
 
     return each(agents, hand_over, seconds, "reshard")
+
+
+def refit(agent: Agent, version: int) -> Metrics:
+    """The policy's weights into its engine, the way that this agent is set up for."""
+    if agent.planned is not None:
+        return agent.planned(version)
+    return reshard(agent.policy, agent.engine, version, agent.bucket_bytes)
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def _asked(args: argparse.Namespace, exam: ExamSet) -> list[Rollout]:
         raise ValueError("whom to compare? agents.NAME.model=DIR for each, +experiment=NAME, or --rollouts FILE")
     cfg = prepared(validate(completed(raw, [exam])), [exam])
     with open_agents(cfg, cfg.run_dir / "diversity", open_chats(cfg)) as agents:
-        reshard_all(agents, 0, cfg.reshard.bucket_bytes, {})
+        reshard_all(agents, 0, {})
         deck = deck_of(cfg, {name: agent.chat for name, agent in agents.items()}, exam.data)
         prompts = deck.everything(seats(cfg.agents, exam.data, cfg.evaluation.samples_per_prompt))
         once = cfg.evaluation.model_copy(update={"revise": False})

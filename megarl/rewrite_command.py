@@ -209,7 +209,7 @@ def _engine(args: argparse.Namespace, request: Request, todo: Mapping[str, str])
     data = exam.data.model_copy(update={"max_prompt_tokens": max(lengths.values())})
     cfg = prepared(cfg, [exam.model_copy(update={"data": data})], "--max-tokens")
     with open_agents(cfg, cfg.run_dir / "rewrite", chats) as agents:
-        reshard_all(agents, 0, cfg.reshard.bucket_bytes, {})
+        reshard_all(agents, 0, {})
         sampled = {name: replace(agents[name], sampling=request.sampling)}
         limit = cfg.max_prompt_tokens
 

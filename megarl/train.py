@@ -40,7 +40,7 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, deck: Deck, exam: Deck |
     greet(cfg, log, agents, deck)
     cursor = checkpoint.load(log.run_dir / "checkpoints" / f"step_{start}", agents) if start else Cursor()
     log.begin(cfg, start)
-    reshard_all(agents, start, cfg.reshard.bucket_bytes, {})
+    reshard_all(agents, start, {})
 
     for step in range(start, cfg.steps):
         with log.step(step):
@@ -75,7 +75,7 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, deck: Deck, exam: Deck |
 
                 # new weights -> engines
                 with log.phase("reshard"):
-                    log.agents("reshard", reshard_all(agents, step + 1, cfg.reshard.bucket_bytes, log.seconds))
+                    log.agents("reshard", reshard_all(agents, step + 1, log.seconds))
 
             log.samples(step, seen, labels, training, samples, stats)
             leave = None if step + 1 == cfg.steps else reason_to_leave(log.elapsed, log.longest)

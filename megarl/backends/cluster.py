@@ -37,6 +37,10 @@ START_ATTEMPTS = 3
 class WorkerLost(RuntimeError):
     """A worker process died; the message names agent, rank, node and log file and ends with the log's last lines."""
 
+    def __init__(self, message: str, group: str) -> None:
+        super().__init__(message)
+        self.group = group  # of workers, e.g. qwen/engine
+
 
 @dataclass(frozen=True, slots=True)
 class Node:

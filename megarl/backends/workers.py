@@ -196,7 +196,8 @@ class WorkerGroup:
         alive = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
         for rank in ranks:
             if (node := self._seats[rank][0].node).id not in alive:
-                raise WorkerLost(f"{self.name} rank {rank} of {self.world}: node {node} was lost during {doing}")
+                text = f"{self.name} rank {rank} of {self.world}: node {node} was lost during {doing}"
+                raise WorkerLost(text, self.name)
 
     def _raise_late(self, ranks: Sequence[int], doing: str, limit_s: float) -> NoReturn:
         """TimeoutError, after the ranks have written down where they are."""
@@ -217,7 +218,8 @@ class WorkerGroup:
                 log_file = self.log_file(rank)
                 raise WorkerLost(
                     f"{self.name} rank {rank} of {self.world} on node {self._seats[rank][0].node} died during {doing}"
-                    f"{_cause(error)}; log: {log_file}{_tail(log_file)}"
+                    f"{_cause(error)}; log: {log_file}{_tail(log_file)}",
+                    self.name,
                 ) from error
         rank, error = min(failures.items())
         assert isinstance(error, RayTaskError)

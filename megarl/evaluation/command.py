@@ -93,7 +93,7 @@ def _live(args: argparse.Namespace, sets: Sequence[ExamSet]) -> tuple[Report, Pa
     with open_agents(cfg, out, open_chats(cfg)) as agents:
         if candidate.run and candidate.step:
             checkpoint.load_weights(candidate.run / "checkpoints" / f"step_{candidate.step}", agents)
-        reshard_all(agents, candidate.step, cfg.reshard.bucket_bytes, {})
+        reshard_all(agents, candidate.step, {})
         with rolling(agents):
             results = []
             for exam in sets:

@@ -13,7 +13,7 @@ import ray
 from safetensors.torch import load_file, save_file
 
 import megarl.backends.shards.training
-from megarl.agents import generate
+from megarl.agents import generate, reshard_all
 from megarl.backends.cluster import WorkerLost, connect
 from megarl.backends.fingerprints import RefitMismatch
 from megarl.backends.megatron.policy import MegatronPolicy
@@ -379,13 +379,18 @@ class Weights(ve.Weights):
     here = False
 
 
-def test_an_engine_that_dies_over_its_rollouts_draws_the_same_again(engines):
+@pytest.fixture(scope="module")
+def agent(engines):
+    """Of the engine of two ranks, and its policy of random weights."""
+    policy = Weights(ve.random_model("qwen2", seed=3))
+    made = cohort.agent("ann", policy, engines["ann"], sampling=SamplingConfig(max_tokens=60), bucket_bytes=ve.BUCKET)
+    return made
+
+
+def test_an_engine_that_dies_over_its_rollouts_draws_the_same_again(agent):
     """A rank of it, in the middle of the work: the actor follows, all is started again under the policy's weights."""
-    model = ve.random_model("qwen2", seed=3)
-    policy, engine = Weights(model), engines["ann"]
+    policy, engine = agent.policy, agent.engine
     reshard(policy, engine, policy.version, ve.BUCKET)
-    long = SamplingConfig(max_tokens=60)
-    agent = cohort.agent("ann", policy, engine, sampling=long, bucket_bytes=ve.BUCKET)
     asked, seconds = ve.prompts(n=8), {}
     before = generate({"ann": agent}, asked, SEED, seconds)
     actor, children = processes(engine)
@@ -404,12 +409,22 @@ def test_an_engine_that_dies_over_its_rollouts_draws_the_same_again(engines):
     assert [r.token_ids.tolist() for r in after] == [r.token_ids.tolist() for r in before]
 
 
-def test_a_killed_engine_takes_its_ranks_along_and_is_named(engines):
-    actor, children = processes(engines["ann"])
+def test_a_killed_engine_takes_its_ranks_along_is_named_and_replaced_at_the_next_refit(agent):
+    engine, seconds = agent.engine, {}
+    agent.policy.here = True  # it is learning
+    reshard_all({"ann": agent}, agent.policy.version, seconds)
+    before = engine.generate(ve.prompts(), SEED, GREEDY)
+    actor, children = processes(engine)
     assert len(children) >= 2
     os.kill(actor.pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(WorkerLost, match=r"ann/engine rank 0 of 1 .* died"):
-        engines["ann"].generate(ve.prompts(), SEED, GREEDY)
+        engine.generate(ve.prompts(), SEED, GREEDY)
     assert time.monotonic() - start < 60
     assert gone(children)
+    reshard_all({"ann": agent}, agent.policy.version, seconds)
+    assert seconds["agent/ann/engine/restarts"] == 1 and agent.policy.here
+    engine.wake()
+    assert [r.token_ids.tolist() for r in engine.generate(ve.prompts(), SEED, GREEDY)] == [
+        r.token_ids.tolist() for r in before
+    ]

@@ -113,7 +113,7 @@ def test_a_heterogeneous_job_puts_each_agent_on_its_group(plain, slurm):
 
 
 def test_a_run_that_is_cut_off_does_not_write_any_more(slurm):
-    """Driver, policies and engines are one process on one node: nothing stops it when its network goes but the fence."""
+    """Driver, policies and engines are one process on one node: without its network only the fence stops it."""
     jobs.write_experiment(slurm, cohort.raw(slurm.shared, **{"cluster": {"gpus_per_node": 2}}, steps=100_000))
     job = jobs.launch(slurm, "fence", "checkpoint.every_steps=2", "checkpoint.keep=1")
     job.until(lambda: job.rows() >= 4, "four steps")

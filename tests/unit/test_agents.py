@@ -96,8 +96,8 @@ def test_agents_begin_as_a_step_leaves_them(tmp_path):
             with pytest.raises(RuntimeError, match="wake without weights"):
                 agent.engine.wake()
         with pytest.raises(ValueError, match="agent ann: its policy has seen 0 updates where 2 steps are done"):
-            reshard_all(agents, 2, 1 << 20, {})
-        reshard_all(agents, 0, 1 << 20, {})
+            reshard_all(agents, 2, {})
+        reshard_all(agents, 0, {})
         assert [agent.engine.version for agent in agents.values()] == [0, 0]
 
 
