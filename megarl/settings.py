@@ -315,12 +315,19 @@ class ClusterConfig(Section):
     )
     device: Literal["auto", "cuda", "cpu"] = Field(default="auto", description="auto: cuda where there is a GPU")
     start_timeout_s: float = Field(default=60.0, gt=0, description="for nodes to come up and slots to be granted")
+    check_network: bool | None = Field(
+        default=None, description="an all-reduce between the nodes before anything is built; null: where there are GPUs"
+    )
     call_timeout_s: float = Field(
         default=7200.0,
         gt=0,
         description="for one agent's part of a phase: beyond that it is hung, and the run ends",
     )
     threads_per_rank: int = Field(default=1, ge=1, description="CPU threads of each rank")
+
+    def checks_network(self, device: str) -> bool:
+        """Is an all-reduce to be tried first?"""
+        return device == "cuda" if self.check_network is None else self.check_network
 
     def group_of(self, agent: str) -> str | None:
         """The group of nodes where an agent sits; None: anywhere."""

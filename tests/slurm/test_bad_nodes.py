@@ -6,6 +6,7 @@ undone.
 
 import importlib.metadata
 import json
+import re
 import shlex
 import time
 from pathlib import Path
@@ -80,6 +81,20 @@ def test_a_head_that_cannot_be_reached(slurm):
     finally:
         slurm.on("n1", "ip", "rule", "del", *rays)
     assert "node-n1: Ray's head at 10.93.7.10:" in said and "cannot be reached from here" in said
+
+
+def test_two_nodes_that_do_not_reach_each_other(slurm):
+    """Ray runs, as both reach its head; what two ranks say to each other is lost."""
+    lost = ["to", "10.93.7.12", "ipproto", "tcp", "blackhole"]
+    slurm.on("n1", "ip", "rule", "add", *lost)
+    try:
+        ranks = ["agents.ann.backend=megatron", "agents.ann.layout.dp=6", "cluster.check_network=true"]
+        said = failed(slurm, "network", *ranks)
+    finally:
+        slurm.on("n1", "ip", "rule", "del", *lost)
+    assert re.search(
+        r"network: nodes do not reach each other by collectives: 10\.93\.7\.11/\w+ and 10\.93\.7\.12/\w+ ", said
+    )
 
 
 def test_a_node_that_is_missing(slurm):

@@ -15,11 +15,12 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def uninterrupted(plain, slurm):
-    job = jobs.launch(slurm, "uninterrupted")
+    job = jobs.launch(slurm, "uninterrupted", "cluster.check_network=true")
     job.until(lambda: job.rows() >= 1, "a step")
     ranks = [slurm.on(name, "pgrep", "-fc", "^ray::Host", check=False).strip() for name in slurm.names]
     assert sorted(ranks) == ["0", "0", "2", "2"]  # an agent on a node, the other on another
     assert job.end() == "COMPLETED", job.said
+    assert "network: 2 nodes, an all-reduce of 64 MiB by gloo at" in job.said
     return job
 
 
