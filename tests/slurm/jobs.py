@@ -88,4 +88,6 @@ def launch(slurm: Slurm, name: str, *words: str) -> Launched:
 def try_launch(slurm: Slurm, name: str, *words: str) -> str:
     """What `megarl launch slurm` says."""
     own = ["+experiment=tiny", f"name={name}", "--config-dir", "conf", "--site", "site.yaml"]
-    return slurm.on(CONTROLLER, sys.executable, "-m", "megarl", "launch", "slurm", *own, *words, check=False)
+    return slurm.on(
+        CONTROLLER, sys.executable, "-m", "megarl", "launch", "slurm", *own, *words, check=False, timeout=300
+    )

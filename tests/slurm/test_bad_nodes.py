@@ -88,7 +88,7 @@ def test_two_nodes_that_do_not_reach_each_other(slurm):
     lost = ["to", "10.93.7.12", "ipproto", "tcp", "blackhole"]
     slurm.on("n1", "ip", "rule", "add", *lost)
     try:
-        ranks = ["agents.ann.backend=megatron", "agents.ann.layout.dp=6", "cluster.check_network=true"]
+        ranks = ["agents.ann.backend=megatron", "agents.ann.layout.dp=5", "cluster.check_network=true"]
         said = failed(slurm, "network", *ranks)
     finally:
         slurm.on("n1", "ip", "rule", "del", *lost)
