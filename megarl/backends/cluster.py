@@ -250,7 +250,7 @@ def _wait_for_nodes(cfg: ClusterConfig, wanted: Device | None) -> tuple[Device, 
                 entry["NodeID"],
                 entry["NodeManagerAddress"],
                 int(entry["Resources"].get(resource, 0)),
-                entry["Labels"].get(GROUP_LABEL),
+                entry.get("Labels", {}).get(GROUP_LABEL),
             )
             for entry in alive
         ]

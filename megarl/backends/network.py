@@ -11,8 +11,8 @@ from megarl.backends.placement import Bundle, Placement
 from megarl.backends.workers import WorkerGroup
 
 NBYTES = 64 << 20
-TIMEOUT_S = 60.0
-PAIR_S = 20.0
+TIMEOUT_S = 30.0
+PAIR_S = 10.0
 MOST_PAIRS = 28  # of eight nodes; beyond that only those with the first
 
 
