@@ -150,6 +150,13 @@ def reshard(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def convert(argv: Sequence[str]) -> int:
+    """Models into checkpoints and back: megarl convert hf-to-megatron MODEL OUT, or megatron-to-hf CHECKPOINT OUT"""
+    from megarl.convert_command import run
+
+    return run(argv)
+
+
 def launch(argv: Sequence[str]) -> int:
     """Start a run here, or print its batch script: megarl launch local|slurm +experiment=NAME [--dry-run]"""
     from megarl.launching.command import run
@@ -177,6 +184,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "answers": answers,
     "plan": plan,
     "reshard": reshard,
+    "convert": convert,
     "diversity": diversity,
     "launch": launch,
     "rewrite": rewrite,

@@ -11,6 +11,7 @@ import torch
 
 from megarl.backends.megatron import cpu
 from megarl.settings import LayoutConfig, OptimizerConfig
+from tests import tiny
 from tests.megatron import data
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for machines without CUDA")
@@ -21,11 +22,16 @@ def _used(worker: Any) -> set[str]:
 
 
 def test_every_patch_is_used(models, policy, tmp_path):
-    """Two layouts, a step, a save and a load reach all of them."""
+    """Three layouts, a step, a save and a load reach all of them."""
     seen = data.rollouts()
     found: set[str] = set()
-    for layout in (LayoutConfig(tp=2, cp=2, sp=True), LayoutConfig(pp=2)):
-        opened, ranks = policy(models["qwen2"], layout, optimizer=OptimizerConfig(lr=1e-3))
+    experts = tiny.write(tmp_path / "experts", "qwen3_moe")
+    for model, layout in (
+        (models["qwen2"], LayoutConfig(tp=2, cp=2, sp=True)),
+        (models["qwen2"], LayoutConfig(pp=2)),
+        (experts, LayoutConfig(dp=2, ep=2)),
+    ):
+        opened, ranks = policy(model, layout, optimizer=OptimizerConfig(lr=1e-3))
         data.train(opened, data.samples(seen, opened.measure(seen, frozenset())), 1e-3, updates=1)
         opened.save(tmp_path / str(layout))
         opened.load(tmp_path / str(layout))

@@ -6,6 +6,7 @@ the run come from megarl's configuration; ``megatron:`` overrides fields of the 
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from transformers import AutoConfig, PretrainedConfig
 
@@ -30,6 +32,7 @@ from megarl.backends.megatron.spec import Layers, choose_layers
 from megarl.settings import AgentConfig, LayoutConfig, OptimizerConfig, did_you_mean
 
 VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
+_LONE_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 # switches of kernels that belong to TransformerEngine, apex or CUDA extensions
 NO_FUSED_KERNELS = {
     "apply_rope_fusion": False,
@@ -40,6 +43,7 @@ NO_FUSED_KERNELS = {
     "persist_layer_norm": False,
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
+    "attention_backend": AttnBackend.auto,  # Bridge's choice for Gemma-3 is between TransformerEngine's kernels
 }
 # provider fields that other settings own
 OWNED = {
@@ -78,8 +82,9 @@ class Model:
     """One rank's part of a policy."""
 
     bridge: Any  # megatron.bridge.AutoBridge
+    hf: PretrainedConfig
     config: Any  # the provider, a TransformerConfig
-    chunk: DistributedDataParallel
+    chunk: Any  # DistributedDataParallel; where the model is not trained, what would be inside of it
     groups: ProcessGroupCollection
     layers: Layers
     plain_head: bool  # see Family
@@ -90,15 +95,17 @@ class Model:
         return list(self.chunk.parameters())
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Under Megatron's own names, without those of the modules around the model."""
-        wrapped = self.chunk.module
-        inner: Any = wrapped.module if isinstance(wrapped, Float16Module) else wrapped
-        return dict(inner.named_parameters())
+        """Under Megatron's own names, without those of the modules around the model. Experts that stand alone have the
+        names of grouped ones.
+        """
+        inner: Any = self.chunk
+        while isinstance(inner, DistributedDataParallel | Float16Module):
+            inner = inner.module
+        return {_LONE_EXPERT.sub(r".experts.\2.weight\1", name): p for name, p in inner.named_parameters()}
 
     def buffers(self) -> list[Any]:
         """Megatron's parameter and gradient buffers."""
-        chunk: Any = self.chunk  # the attribute hides a method of torch's Module
-        return list(chunk.buffers)
+        return [*self.chunk.buffers, *self.chunk.expert_parallel_buffers]
 
     def largest_weight(self) -> int:
         """Bytes of the largest tensor in ``exported``."""
@@ -119,13 +126,22 @@ class Model:
 
 
 def build_model(
-    agent: AgentConfig, groups: ProcessGroupCollection, device: torch.device, overrides: Mapping[str, object]
+    agent: AgentConfig,
+    groups: ProcessGroupCollection,
+    device: torch.device,
+    overrides: Mapping[str, object],
+    *,
+    weights: bool = True,
+    train: bool = True,
 ) -> Model:
-    """The agent's model with its weights loaded. Raises ValueError for what it cannot train faithfully."""
+    """The agent's model, with its weights loaded unless ``weights`` is false; without ``train`` it has no gradients'
+    buffers. Raises ValueError for what it cannot train faithfully.
+    """
     hf = AutoConfig.from_pretrained(agent.model)
     family = family_of(hf, agent.layout)
     dtype = getattr(torch, agent.dtype)
-    bridge = patches.import_bridge().from_hf_pretrained(agent.model, torch_dtype=dtype)
+    bridges = patches.import_bridge()
+    bridge = bridges.from_hf_pretrained(agent.model, torch_dtype=dtype) if weights else bridges.from_hf_config(hf)
     provider = bridge.to_megatron_provider(load_weights=False)
     layers = choose_layers(family.kind)
     if torch.distributed.get_rank() == 0:
@@ -147,24 +163,12 @@ def build_model(
     check_rope(hf, family, tables)
     if layers.ours:
         inner.rotary_pos_emb = PackedRotary(*tables)
-    bridge.load_hf_weights([inner])
-    for p in inner.parameters():
-        # one bucket per buffer: a tied embedding's own bucket is padded in the buffer but not in the copy that a
-        # checkpoint is made of, which shifts every later parameter (distrib_optimizer.py 1400 against 1780)
-        p.shared_embedding = False
-    wrapped = Float16Module(provider, inner.to(device)) if provider.bf16 else inner.to(device)
-    chunk = DistributedDataParallel(
-        config=provider,
-        ddp_config=DistributedDataParallelConfig(
-            use_distributed_optimizer=agent.optimizer.name == "adam",
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=False,
-        ),
-        module=wrapped,
-        pg_collection=groups,
-    )
+    if weights:
+        bridge.load_hf_weights([inner])
+    chunk = _trainable(inner.to(device), provider, agent, groups) if train else inner.to(device, dtype)
     return Model(
         bridge=bridge,
+        hf=hf,
         config=provider,
         chunk=chunk,
         groups=groups,
@@ -172,6 +176,25 @@ def build_model(
         plain_head=family.plain_head,
         dtype=dtype,
         vocab_size=int(provider.vocab_size),
+    )
+
+
+def _trainable(
+    inner: Any, provider: Any, agent: AgentConfig, groups: ProcessGroupCollection
+) -> DistributedDataParallel:
+    for p in inner.parameters():
+        # one bucket per buffer: a tied embedding's own bucket is padded in the buffer but not in the copy that a
+        # checkpoint is made of, which shifts every later parameter (distrib_optimizer.py 1400 against 1780)
+        p.shared_embedding = False
+    return DistributedDataParallel(
+        config=provider,
+        ddp_config=DistributedDataParallelConfig(
+            use_distributed_optimizer=agent.optimizer.name == "adam",
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+        ),
+        module=Float16Module(provider, inner) if provider.bf16 else inner,
+        pg_collection=groups,
     )
 
 

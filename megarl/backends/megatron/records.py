@@ -1,6 +1,10 @@
 """What a rank tells the driver; apart from the worker, so that the driver can read it without importing Megatron."""
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
+
+from megarl.settings import AgentConfig
 
 
 class Coordinates(NamedTuple):
@@ -19,3 +23,13 @@ class UpdateResult(NamedTuple):
     grad_norm: float  # before clipping
     applied: bool  # false: the gradient was not finite and the weights did not move
     differences: dict[str, float]  # between fused head and logits since the last update; empty without kernels.compare
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One conversion. ``agent`` names the model's folder (for an export, its config.json is enough), layout, dtype."""
+
+    agent: AgentConfig
+    source: Path
+    out: Path
+    shard_bytes: int = 4 << 30
