@@ -17,6 +17,7 @@ from typing import Any
 
 from megarl.agents import Agents, each
 from megarl.deck import Cursor, Deck
+from megarl.guards import GuardStop
 from megarl.types import derive
 
 _COMPLETE = "COMPLETE"
@@ -42,43 +43,90 @@ def find(run_dir: Path, step: int | None = None) -> Found:
     return Found(whole.get(found), found, skipped)
 
 
-def save(
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """A checkpoint that is being written; ``end`` makes it one."""
+
+    final: Path
+    agents: Agents
+    state: dict[str, Any]
+    keep: int
+    still_ours: Callable[[], None]
+
+    def end(self) -> Path:
+        """``checkpoints/step_<step>``, whole; all but the newest ``keep`` complete ones are removed."""
+        partial = _partial(self.final)
+        each(self.agents, lambda agent: agent.policy.end_save())
+        files = sorted(file for file in partial.rglob("*") if file.is_file())
+        state = {**self.state, "bytes": {str(file.relative_to(partial)): file.stat().st_size for file in files}}
+        _write_through(partial / "state.json", json.dumps(state, indent=1))
+        _write_through(partial / _COMPLETE, f"{state['step']}\n")
+        self.still_ours()
+        shutil.rmtree(self.final, ignore_errors=True)
+        partial.rename(self.final)
+        _sync(self.final.parent)
+        complete = {_step(path): path for path in self.final.parent.glob("step_*[0-9]") if (path / _COMPLETE).is_file()}
+        for old in sorted(complete)[: -self.keep]:
+            shutil.rmtree(complete[old])
+        return self.final
+
+
+def begin(
     run_dir: Path,
-    step: int,
     agents: Agents,
     deck: Deck,
-    cursor: Cursor,
-    *,
     keep: int,
-    still_ours: Callable[[], None] = lambda: None,
-) -> Path:
-    """Write ``checkpoints/step_<step>`` and remove all but the newest ``keep`` complete ones.
+    still_ours: Callable[[], None],
+    step: int,
+    cursor: Cursor,
+) -> Saving:
+    """Begin ``checkpoints/step_<step>``: what the policies are now is kept, whatever becomes of them before it ends.
 
     ``still_ours`` raises where another process has taken the run over: what was written is then not made a checkpoint.
     """
     still_ours()
     final = run_dir / "checkpoints" / f"step_{step}"
-    partial = final.with_name(f"{final.name}.partial")
+    partial = _partial(final)
     shutil.rmtree(partial, ignore_errors=True)
     (partial / "agents").mkdir(parents=True)
-    each(agents, lambda agent: agent.policy.save(partial / "agents" / agent.name))
+    each(agents, lambda agent: agent.policy.begin_save(partial / "agents" / agent.name))
     state = {
         "step": step,
         "deck": _fingerprint(deck),
         "cursor": asdict(cursor),
         "agents": {name: {"model": a.config.model, "layout": str(a.config.layout)} for name, a in agents.items()},
-        "bytes": {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()},
     }
-    _write_through(partial / "state.json", json.dumps(state, indent=1))
-    _write_through(partial / _COMPLETE, f"{step}\n")
-    still_ours()
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
-    _sync(final.parent)
-    complete = {_step(path): path for path in final.parent.glob("step_*[0-9]") if (path / _COMPLETE).is_file()}
-    for old in sorted(complete)[:-keep]:
-        shutil.rmtree(complete[old])
-    return final
+    return Saving(final=final, agents=agents, state=state, keep=keep, still_ours=still_ours)
+
+
+class Saver:
+    """The checkpoints of one run, at most one at a time under way. As a context: the last one is ended with it, unless
+    what ends the run took the policies along.
+    """
+
+    def __init__(self, begin: Callable[[int, Cursor], Saving], *, background: bool) -> None:
+        self._begin, self._background = begin, background
+        self._saving: Saving | None = None
+
+    def save(self, step: int, cursor: Cursor, *, now: bool) -> None:
+        """A checkpoint of ``step``; whole on return if wanted ``now``, or if nothing is written in the background."""
+        self.settle()
+        self._saving = self._begin(step, cursor)
+        if now or not self._background:
+            self.settle()
+
+    def settle(self) -> None:
+        """End what is under way."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.end()
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None or issubclass(kind, GuardStop):
+            self.settle()
 
 
 def check(path: Path, agents: Collection[str], deck: Deck) -> None:
@@ -101,6 +149,10 @@ def load(path: Path, agents: Agents) -> Cursor:
 def load_weights(path: Path, agents: Agents) -> None:
     """Bring the policies of ``agents`` to where the checkpoint was, whatever they are asked next."""
     each(agents, lambda agent: agent.policy.load(path / "agents" / agent.name))
+
+
+def _partial(final: Path) -> Path:
+    return final.with_name(f"{final.name}.partial")
 
 
 def _state(path: Path) -> dict[str, Any]:

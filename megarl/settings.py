@@ -372,6 +372,10 @@ class CheckpointConfig(Section):
         default=None, ge=1, description="steps between checkpoints, and one after the last; null: none"
     )
     keep: int = Field(default=2, ge=1, description="complete checkpoints that stay")
+    background: bool = Field(
+        default=False,
+        description="write while the next rollouts are drawn, from a copy in host memory as large as what is saved",
+    )
 
 
 class EvaluationConfig(Section):

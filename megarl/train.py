@@ -1,6 +1,7 @@
 """`megarl train`. Read this first: one step of a cohort, in the order in which it happens."""
 
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from megarl import checkpoint
@@ -29,12 +30,16 @@ def train(cfg: RunConfig, *, resume: Path | None = None) -> Path:
         closing(RunLog(cfg, claimed.path, claimed.start, claimed.check)) as log,
     ):
         with open_agents(cfg, claimed.path, chats) as agents:
-            _train(cfg, agents, log, deck, exam, claimed.start)
+            begin = partial(checkpoint.begin, log.run_dir, agents, deck, cfg.checkpoint.keep, log.still_ours)
+            with checkpoint.Saver(begin, background=cfg.checkpoint.background) as saver:
+                _train(cfg, agents, log, deck, exam, saver, claimed.start)
         log.console.print(log.summary(tuple(dict.fromkeys((*cfg.agents, *cfg.seats)))))
     return claimed.path
 
 
-def _train(cfg: RunConfig, agents: Agents, log: RunLog, deck: Deck, exam: Deck | None, start: int) -> None:
+def _train(
+    cfg: RunConfig, agents: Agents, log: RunLog, deck: Deck, exam: Deck | None, saver: checkpoint.Saver, start: int
+) -> None:
     algo, limits = cfg.algo, {seat: a.sampling.max_tokens for a in agents.values() for seat in a.seats}
     needs = (algo.needs | frozenset[Need](("entropy",))) - {"gold"}
     greet(cfg, log, agents, deck)
@@ -67,6 +72,7 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, deck: Deck, exam: Deck |
                 samples = spread(training, seen, stats, cfg.advantage, cfg.batch.train_samples_per_prompt)
                 for text in twins(seen):
                     log.warn(text)
+                saver.settle()  # what the last step saved had this step's rollouts to be written
                 # loss -> update
                 with log.phase("update"):
                     updated = update(agents, samples, cfg, step, log.seconds)
@@ -81,8 +87,7 @@ def _train(cfg: RunConfig, agents: Agents, log: RunLog, deck: Deck, exam: Deck |
             leave = None if step + 1 == cfg.steps else reason_to_leave(log.elapsed, log.longest)
             if due(cfg, step + 1) or leave:
                 with log.phase("save"):
-                    keep = cfg.checkpoint.keep
-                    checkpoint.save(log.run_dir, step + 1, agents, deck, cursor, keep=keep, still_ours=log.still_ours)
+                    saver.save(step + 1, cursor, now=leave is not None or step + 1 == cfg.steps)
         if leave:
             raise Left(f"{leave}: checkpointed after step {step + 1} of {cfg.steps}")
 

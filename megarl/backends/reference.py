@@ -173,6 +173,12 @@ class ReferencePolicy:
         save_file(moments, path / "optimizer.safetensors")
         (path / "state.json").write_text(json.dumps({"version": self.version}), encoding="utf-8")
 
+    def begin_save(self, path: Path) -> None:
+        """Nothing is gained by waiting with so little."""
+        self.save(path)
+
+    def end_save(self) -> None: ...
+
     @torch.no_grad()
     def load(self, path: Path) -> None:
         """What ``save`` wrote; the model must be the same."""

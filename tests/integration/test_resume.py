@@ -224,3 +224,26 @@ def test_spoilt_weights_stop_the_run(folder):
     raw = cohort.raw(folder, name="spoilt", steps=8, **{"agents.ann.optimizer": {"lr": 1e12}})
     with pytest.raises((GuardStop, FloatingPointError), match=r"not finite, for the 3\. step in a row|no numbers"):
         train(validate(raw))
+
+
+def test_saving_in_the_background_changes_no_number(folder, finished):
+    """Nor what can be resumed: killed between the copy and the end of a save, the checkpoint before it is there."""
+    raw = cohort.raw(folder, name="background", steps=STEPS, **{"checkpoint.every_steps": 1})
+    raw["checkpoint"]["background"] = True
+    config = folder / "background.yaml"
+    config.write_text(yaml.safe_dump(raw))
+    killed = (
+        "import os, signal, yaml; from megarl import checkpoint; from megarl.config import validate\n"
+        "ends = []\n"
+        "def end(saving, inner=checkpoint.Saving.end):\n"
+        "    ends.append(saving)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL) if len(ends) == 2 else inner(saving)\n"
+        "checkpoint.Saving.end = end\n"
+        f"from megarl.train import train; train(validate(yaml.safe_load(open({str(config)!r}))))"
+    )
+    assert subprocess.run([sys.executable, "-c", killed], timeout=300, check=False).returncode == -signal.SIGKILL
+    run = folder / "runs" / "test" / "background"
+    assert checkpoint.find(run).step == 1 and set(checkpoint.find(run).skipped) == {"step_2.partial"}
+    train(validate(raw), resume=run)
+    assert cohort.comparable(read_metrics(run)) == cohort.comparable(read_metrics(finished))
+    assert checkpoint.find(run).step == STEPS

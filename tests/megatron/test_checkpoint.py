@@ -62,6 +62,23 @@ def test_saving_does_not_disturb(models, policy, tmp_path):
     assert found + _run(saving, 1) == wanted
 
 
+def test_what_is_written_in_the_background_is_what_it_was(models, policy, tmp_path):
+    """An update, and another policy's whole life, lie between the copy and the end of the save."""
+    whole, _ = policy(models["llama"], LayoutConfig(tp=2), optimizer=ADAM)
+    _run(whole, 1)
+    before = data.weights(whole)
+    whole.begin_save(tmp_path / "saved")
+    found = _run(whole, 1)
+    assert data.worst(data.weights(whole), before) > 0
+    with pytest.raises(RuntimeError, match="the last save has not been ended"):
+        whole.begin_save(tmp_path / "other")
+    whole.end_save()
+    again, _ = policy(models["llama"], LayoutConfig(tp=2), optimizer=ADAM)
+    again.load(tmp_path / "saved")
+    assert again.version == 1 and data.worst(data.weights(again), before) == 0
+    assert _run(again, 1) == found
+
+
 def _share_steps(worker: Any) -> None:
     worker.optimizer.own_steps = lambda: None
 

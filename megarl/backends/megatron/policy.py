@@ -159,8 +159,17 @@ class MegatronPolicy:
 
     def save(self, path: Path) -> None:
         """Weights, optimizer and version into ``path``, a directory (made if missing) that all ranks can write to."""
+        self.begin_save(path)
+        self.end_save()
+
+    def begin_save(self, path: Path) -> None:
+        """The same, written in the background: all that follows may change what was saved."""
         path.mkdir(parents=True, exist_ok=True)
-        self._ranks.call_all("save", str(path), self.version)
+        self._ranks.call_all("begin_save", str(path), self.version)
+
+    def end_save(self) -> None:
+        """Wait until what was begun is on disk."""
+        self._ranks.call_all("end_save")
 
     def load(self, path: Path) -> None:
         """What was saved, also by another layout."""

@@ -73,6 +73,7 @@ class MegatronWorker:
         self._pending: tuple[str, torch.Tensor] | None = None
         self._bucket: Scratch | None = None  # where this rank has written what it exports
         self._planned: PlannedExport | None = None
+        self._saving: checkpoint.Saving | None = None
         self._resident = True
 
     def coordinates(self) -> Coordinates:
@@ -230,9 +231,18 @@ class MegatronWorker:
         if self._planned is not None:
             self._planned.remove()
 
-    def save(self, path: str, version: int) -> None:
+    def begin_save(self, path: str, version: int) -> None:
+        """Copy what is to be saved; it is written while this rank goes on."""
         self._check_resident("save")
-        checkpoint.save(Path(path), self.model, self.optimizer, version)
+        if self._saving is not None:
+            raise RuntimeError("begin_save: the last save has not been ended")
+        self._saving = checkpoint.Saving(Path(path), self.model, self.optimizer, version)
+
+    def end_save(self) -> None:
+        """Wait until what was begun is on disk."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.end()
 
     def load(self, path: str) -> int:
         """The saved version. The reference weights stay those of the model directory."""
